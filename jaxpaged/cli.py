@@ -1,0 +1,177 @@
+"""The command line: `jaxpaged generate`. Help and checks of arguments never import jax."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from jaxpaged import batch, flags, jobs
+from jaxpaged.config import EngineConfig
+from jaxpaged.errors import JaxpagedError
+from jaxpaged.sampling_params import SamplingParams
+
+EXIT_REQUEST_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+# --seed is the engine's, as everywhere else.
+SAMPLING_CLASHES = {"seed": "sampling"}
+
+GENERATE_EPILOG = """\
+Results are JSON lines in the order of the prompts: index, prompt (as the model saw it), text,
+token_ids, finish_reason, stop_reason, num_prompt_tokens, num_cached_tokens, and logprobs and
+prompt_logprobs where asked. With --n above 1, "outputs" holds every completion. A line of
+--prompt-file is one of
+  {"prompt": "text"}   {"messages": [{"role": "user", "content": "text"}]}
+  {"prompt_token_ids": [1, 2, 3]}
+and may add "params": {"max_tokens": 5} (sampling fields of that line) and "cache_salt": "text".
+Sampling defaults come from the model's generation_config where it has one. The word none stands
+for None where a number or a list may be left open, as in --max-tokens none.
+Exit status: 0, 1 when a request failed, 2 for wrong arguments or input, 130 after Ctrl-C.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. `argv` is without the program's name. Returns the exit status."""
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+    logging.getLogger("jaxpaged").setLevel(logging.INFO)
+    try:
+        status: int = args.command(args)
+        sys.stdout.flush()
+        return status
+    except JaxpagedError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader left (| head). Python would flush stdout again at exit, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_REQUEST_FAILED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxpaged", description="Paged LLM inference for JAX.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    generate = commands.add_parser(
+        "generate",
+        help="run prompts offline, all at once, and write JSON lines",
+        usage="jaxpaged generate [--prompt TEXT ... | --prompt-file FILE.jsonl] [--chat] [flags]",
+        description="Run prompts offline with continuous batching and write JSON lines.",
+        epilog=GENERATE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_input_flags(generate)
+    flags.add_flags(generate, SamplingParams, "sampling", clashes=SAMPLING_CLASHES)
+    flags.add_flags(generate, EngineConfig, "engine")
+    generate.set_defaults(command=run_generate)
+    return parser
+
+
+def _add_input_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("input and output")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="a prompt; may be given several times. Without --prompt and --prompt-file, prompts "
+        "are read from standard input, one a line",
+    )
+    source.add_argument(
+        "--prompt-file", metavar="FILE.jsonl", help="prompts as JSON lines; - is standard input"
+    )
+    group.add_argument(
+        "--chat",
+        action="store_true",
+        help="send each prompt as a user's message through the model's chat template",
+    )
+    group.add_argument(
+        "--out", metavar="FILE.jsonl", help="where results go (default: standard output)"
+    )
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    settings = flags.given(args, EngineConfig)
+    config = EngineConfig.from_dict(settings)  # raises for values out of range
+    params = flags.given(args, SamplingParams)
+    SamplingParams.from_dict(params)  # likewise
+    work = _read_jobs(args, params)
+    if not work:
+        raise jobs.InputError("there are no prompts: the input is empty.")
+    _check_out(args.out, args.prompt_file)
+
+    from jaxpaged import LLM  # imports jax, which takes a second: only once all else is right
+
+    settings.pop("model", None)
+    with LLM(config.model, **settings) as llm:
+        start = time.perf_counter()
+        outputs = batch.run_jobs(llm, work, params, use_tqdm=not config.disable_progress)
+        seconds = time.perf_counter() - start
+        stats = llm.stats()
+    with _sink(args.out) as sink:
+        for index, output in enumerate(outputs):
+            line = json.dumps(batch.record(index, output), ensure_ascii=False, allow_nan=False)
+            sink.write(line + "\n")
+    sys.stderr.write(batch.summary(outputs, stats, seconds) + "\n")
+    failed = any(c.finish_reason == "error" for output in outputs for c in output.outputs)
+    return EXIT_REQUEST_FAILED if failed else 0
+
+
+def _read_jobs(args: argparse.Namespace, params: dict[str, Any]) -> list[jobs.Job]:
+    if args.prompt is not None:
+        return jobs.jobs_from_texts(args.prompt, chat=args.chat)
+    if args.prompt_file is None:
+        if sys.stdin.isatty():
+            sys.stderr.write("Reading prompts, one a line; Ctrl-D ends them.\n")
+        return jobs.jobs_from_lines(sys.stdin.buffer.read(), chat=args.chat)
+    if args.prompt_file == "-":
+        return jobs.jobs_from_jsonl(sys.stdin.buffer.read(), chat=args.chat, params=params)
+    try:
+        data = Path(args.prompt_file).read_bytes()
+    except OSError as error:
+        raise jobs.InputError(f"--prompt-file {args.prompt_file}: {error.strerror}.") from error
+    return jobs.jobs_from_jsonl(data, chat=args.chat, params=params)
+
+
+def _check_out(out: str | None, prompt_file: str | None) -> None:
+    """Find out before the run, not after it, that results cannot be written."""
+    if out is None:
+        return
+    try:
+        with Path(out).open("a", encoding="utf-8"):
+            pass
+        same = prompt_file not in (None, "-") and Path(out).samefile(str(prompt_file))
+    except OSError as error:
+        raise jobs.InputError(f"--out {out}: {error.strerror}.") from error
+    if same:
+        raise jobs.InputError(f"--out {out} is the file that prompts are read from.")
+
+
+@contextmanager
+def _sink(out: str | None) -> Iterator[TextIO]:
+    if out is not None:
+        with Path(out).open("w", encoding="utf-8") as file:
+            yield file
+        return
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8, whatever the locale says
+    yield sys.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""What the engine keeps of one request beside the scheduler's view: text, logprobs, and how it is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxpaged.core.request import Request
+from jaxpaged.device.packing import RowRequest
+from jaxpaged.device.sampler import HostSamples
+from jaxpaged.device.sampling_state import SlotValues
+from jaxpaged.outputs import CompletionOutput, Logprob, LogprobDict, RequestOutput
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.text.detokenizer import IncrementalDetokenizer
+from jaxpaged.text.stop import StopChecker
+from jaxpaged.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Completion:
+    """One of a request's n samples. It is the payload of its scheduler request."""
+
+    parent: RequestState
+    index: int
+    row: RowRequest
+    detokenizer: IncrementalDetokenizer | None
+    stop: StopChecker | None
+    core: Request = field(init=False)
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[LogprobDict] | None = None
+    cumulative_logprob: float | None = None
+
+    @property
+    def needs_slot(self) -> bool:
+        """Whether its sampling reads data that must be written to its slot at each admission."""
+        return self.parent.slot_values is not None
+
+    def append(self, token: int, *, last: bool) -> str | None:
+        """Take a delivered token; returns the stop string that it completes, if any.
+
+        `last`: the token ended the request as EOS or stop id, so its text is left out unless asked for.
+        """
+        self.token_ids.append(token)
+        if self.detokenizer is None:
+            return None
+        params = self.parent.params
+        hide = last and not params.include_stop_str_in_output
+        delta = "" if hide else self.detokenizer.push(token)
+        if self.stop is None:
+            self.text += delta
+            return None
+        shown, matched = self.stop.push(delta, len(self.token_ids))
+        self.text += shown
+        return matched
+
+    def close_text(self) -> str | None:
+        """The request has ended for another reason than a stop string: release what was held back.
+
+        Returns the stop string that the last, unfinished character completes (U+FFFD only), if any.
+        """
+        if self.detokenizer is None:
+            return None
+        rest = self.detokenizer.finish()
+        if self.stop is None:
+            self.text += rest
+            return None
+        if self.stop.matched is None:
+            shown, matched = self.stop.push(rest, len(self.token_ids))
+            self.text += shown + (self.stop.finish() if matched is None else "")
+            return matched
+        return None
+
+    def add_logprobs(self, samples: HostSamples, row: int) -> None:
+        """Logprobs of the token drawn in this row of a step, if the request asked for them."""
+        count = self.row.fields.num_logprobs
+        if count < 0:
+            return
+        entry = logprob_dict(samples, row, count, self.parent.tokenizer)
+        if self.logprobs is None:
+            self.logprobs, self.cumulative_logprob = [], 0.0
+        self.logprobs.append(entry)
+        assert self.cumulative_logprob is not None
+        self.cumulative_logprob += float(samples.logprob[row])
+
+    def output(self) -> CompletionOutput:
+        core = self.core
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=list(self.token_ids),
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=core.finish_reason,
+            stop_reason=core.stop_reason,
+            error=core.error,
+        )
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request as its user sees it: n completions and, if asked for, the prompt's logprobs."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    tokenizer: Tokenizer | None
+    slot_values: SlotValues | None
+    """Sampling data for the slot; its history is replaced at each admission."""
+    completions: list[Completion] = field(default_factory=list)
+    prompt_logprobs: list[LogprobDict | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(c.core.is_finished for c in self.completions)
+
+    def add_prompt_logprobs(
+        self, samples: HostSamples, first_row: int, position: int, count: int
+    ) -> None:
+        """Logprobs of the prompt tokens after positions `position`.. of a chunk of `count` tokens."""
+        assert self.prompt_logprobs is not None and self.params.prompt_logprobs is not None
+        wanted = self.params.prompt_logprobs
+        for offset in range(count):
+            target = position + offset + 1
+            if target < len(self.prompt_token_ids):
+                entry = logprob_dict(samples, first_row + offset, wanted, self.tokenizer)
+                self.prompt_logprobs[target] = entry
+
+    def output(self) -> RequestOutput:
+        """Everything so far. Prompt logprobs are shown once they are complete."""
+        prompt = self.prompt_logprobs
+        if prompt is not None and any(entry is None for entry in prompt[1:]):
+            prompt = None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[c.output() for c in self.completions],
+            finished=self.finished,
+            num_cached_tokens=self.completions[0].core.num_cached_tokens,
+            prompt_logprobs=None if prompt is None else list(prompt),
+        )
+
+
+def logprob_dict(
+    samples: HostSamples, row: int, count: int, tokenizer: Tokenizer | None
+) -> LogprobDict:
+    """The drawn (or given) token first, then the `count` likeliest (-1: all that the program gives)."""
+    token = int(samples.tokens[row])
+    entry = {token: Logprob(float(samples.logprob[row]), int(samples.rank[row]), _text(tokenizer, token))}
+    ids: Sequence[int] = samples.top_ids[row].tolist()
+    values: Sequence[float] = samples.top_logprobs[row].tolist()
+    for rank, (other, value) in enumerate(zip(ids, values, strict=True), start=1):
+        if rank > count >= 0:
+            break
+        if other != token and other >= 0:
+            entry[other] = Logprob(value, rank, _text(tokenizer, other))
+    return entry
+
+
+def _text(tokenizer: Tokenizer | None, token: int) -> str | None:
+    return None if tokenizer is None else tokenizer.token(token)

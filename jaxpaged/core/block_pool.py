@@ -1,0 +1,223 @@
+"""The pool of KV blocks: reference counts, the free list in eviction order, and the hash map."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+NULL_BLOCK = 0
+"""Never allocated, always zero; padding points at it."""
+
+
+class BlockPool:
+    """Hands out block ids 1..num_blocks-1. Every operation is O(1) a block.
+
+    A block is either held (reference count >= 1) or in the free list (count 0), in the order in
+    which free blocks will be given out again. A free block keeps its hash, and so can be found and
+    taken back by `touch`, until it is given out.
+    """
+
+    def __init__(self, num_blocks: int, *, enable_caching: bool) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1 (the null block), got {num_blocks}.")
+        self.num_blocks = num_blocks
+        self.num_usable = num_blocks - 1
+        self.enable_caching = enable_caching
+        self.num_free = self.num_usable
+        self._refs = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        # A circular doubly linked list. Block 0 never takes part in anything else, so it serves as
+        # the end marker: _next[0] is the first free block, _prev[0] the last. -1: not in the list.
+        self._next = [(i + 1) % num_blocks for i in range(num_blocks)]
+        self._prev = [(i - 1) % num_blocks for i in range(num_blocks)]
+        self._cached: dict[bytes, int] = {}
+        """Hash -> the block that has carried it longest."""
+        self._duplicates: dict[bytes, OrderedDict[int, None]] = {}
+        """Hash -> further blocks with the same content, oldest first."""
+
+    @property
+    def usage(self) -> float:
+        """Share of usable blocks that are held, 0..1. Cached blocks that nobody holds are free."""
+        return 1.0 - self.num_free / self.num_usable if self.num_usable else 0.0
+
+    @property
+    def num_held(self) -> int:
+        return self.num_usable - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that carry a hash, duplicates included."""
+        return len(self._cached) + sum(len(d) for d in self._duplicates.values())
+
+    def ref_count(self, block: int) -> int:
+        return self._refs[block]
+
+    def block_hash(self, block: int) -> bytes | None:
+        return self._hashes[block]
+
+    def get_cached(self, block_hash: bytes) -> int | None:
+        """The block that has carried this hash longest, held or free; None if there is none."""
+        return self._cached.get(block_hash)
+
+    def free_order(self) -> list[int]:
+        """Free blocks, the next to be given out first. O(free); for tests and checks."""
+        return self._walk(self._next)
+
+    def _walk(self, links: list[int]) -> list[int]:
+        order: list[int] = []
+        block = links[NULL_BLOCK]
+        while block != NULL_BLOCK:
+            # Links that are broken may run in a circle; a check must end all the same.
+            require(block > 0 and len(order) < self.num_usable, "the free list is broken")
+            order.append(block)
+            block = links[block]
+        return order
+
+    def get_new_blocks(self, count: int) -> list[int]:
+        """Take `count` blocks from the head of the free list; what they cached is forgotten.
+
+        Raises `RuntimeError`, and changes nothing, if fewer are free.
+        """
+        if count < 0 or count > self.num_free:
+            raise RuntimeError(f"{count} blocks asked for, {self.num_free} are free")
+        taken = []
+        for _ in range(count):
+            block = self._next[NULL_BLOCK]
+            self._unlink(block)
+            if self._hashes[block] is not None:
+                self._unregister(block)
+            self._refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Add one holder to each block, taking it out of the free list if it was there."""
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            if self._refs[block] == 0:
+                self._unlink(block)
+            self._refs[block] += 1
+
+    def free_blocks(self, ordered: Sequence[int]) -> None:
+        """Remove one holder from each block. `ordered` is the order in which to evict them.
+
+        Blocks that end without holder go back to the free list in that order: those without hash
+        to its front, since nothing is lost by using them again, those with one to its end.
+        Raises `RuntimeError` if a block has no holder.
+        """
+        front: list[int] = []
+        for block in ordered:
+            if block == NULL_BLOCK:
+                continue
+            if block < 0 or self._refs[block] < 1:
+                raise RuntimeError(f"block {block} is freed but nothing holds it (double free)")
+            self._refs[block] -= 1
+            if self._refs[block]:
+                continue
+            if self._hashes[block] is None:
+                front.append(block)
+            else:
+                self._link_between(self._prev[NULL_BLOCK], block, NULL_BLOCK)
+        for block in reversed(front):
+            self._link_between(NULL_BLOCK, block, self._next[NULL_BLOCK])
+
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Make a held, full block findable by its hash. Raises `RuntimeError` if it has a hash."""
+        if not self.enable_caching:
+            raise RuntimeError("the pool was made without caching")
+        if block == NULL_BLOCK or self._refs[block] < 1 or self._hashes[block] is not None:
+            raise RuntimeError(f"block {block} is null, free or already registered")
+        self._hashes[block] = block_hash
+        if self._cached.setdefault(block_hash, block) != block:
+            self._duplicates.setdefault(block_hash, OrderedDict())[block] = None
+
+    def evict_blocks(self, blocks: Iterable[int]) -> None:
+        """Forget the hashes of these blocks, whose content is not (or no longer) what they say.
+
+        Holders keep them; they can no longer be found.
+        """
+        for block in blocks:
+            if self._hashes[block] is not None:
+                self._unregister(block)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every hash. Refuses (False, nothing changed) while any block is held."""
+        if self.num_free != self.num_usable:
+            return False
+        self._hashes = [None] * self.num_blocks
+        self._cached.clear()
+        self._duplicates.clear()
+        return True
+
+    def _unregister(self, block: int) -> None:
+        block_hash = self._hashes[block]
+        assert block_hash is not None
+        self._hashes[block] = None
+        others = self._duplicates.get(block_hash)
+        if self._cached[block_hash] != block:
+            assert others is not None
+            del others[block]
+        elif others is None:
+            del self._cached[block_hash]
+        else:
+            self._cached[block_hash] = others.popitem(last=False)[0]
+        if others is not None and not others:
+            del self._duplicates[block_hash]
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        if before < 0 or block == NULL_BLOCK:
+            raise RuntimeError(f"block {block} is not in the free list")
+        self._next[before] = after
+        self._prev[after] = before
+        self._prev[block] = self._next[block] = -1
+        self.num_free -= 1
+
+    def _link_between(self, before: int, block: int, after: int) -> None:
+        self._next[before] = self._prev[after] = block
+        self._prev[block] = before
+        self._next[block] = after
+        self.num_free += 1
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Prove the pool's invariants; `tables` are the block tables of all holders.
+
+        O(num_blocks). Raises `AssertionError` that names the first one broken.
+        """
+        forward = self.free_order()
+        require(
+            forward == self._walk(self._prev)[::-1], "the free list differs forwards and backwards"
+        )
+        require(len(forward) == self.num_free, f"num_free {self.num_free} != {len(forward)} listed")
+        free = set(forward)
+        require(len(free) == len(forward), "a block is in the free list twice")
+        holders = Counter(b for table in tables for b in table)
+        require(NULL_BLOCK not in holders, "a table holds the null block")
+        for block in range(1, self.num_blocks):
+            refs = self._refs[block]
+            require(refs == holders[block], f"block {block}: {refs} refs, {holders[block]} holders")
+            require((refs == 0) == (block in free), f"block {block}: {refs} refs, free list wrong")
+            linked = self._next[block] >= 0
+            require(linked == (block in free), f"block {block} has stale links")
+        self._check_hashes()
+
+    def _check_hashes(self) -> None:
+        found: dict[int, bytes] = {}
+        for block_hash, block in self._cached.items():
+            others = self._duplicates.get(block_hash, OrderedDict())
+            for carrier in (block, *others):
+                require(carrier not in found, f"block {carrier} is in the hash map twice")
+                found[carrier] = block_hash
+        require(self._duplicates.keys() <= self._cached.keys(), "a duplicate has no first block")
+        require(all(self._duplicates.values()), "an empty set of duplicates was kept")
+        hashed = {b: h for b, h in enumerate(self._hashes) if h is not None}
+        require(found == hashed, "the hash map and the blocks' hashes differ")
+        require(NULL_BLOCK not in hashed, "the null block has a hash")
+        require(self.enable_caching or not hashed, "a hash without caching")
+
+
+def require(condition: bool, message: str) -> None:
+    """An assertion that `python -O` keeps: integrity checks must not turn into no-ops."""
+    if not condition:
+        raise AssertionError(message)

@@ -1,0 +1,115 @@
+"""What the scheduler is told (settings) and what it says (steps, rows, results)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxpaged.config import SCHEDULING_POLICIES
+from jaxpaged.core.request import Request
+from jaxpaged.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one scheduler. Raises `ConfigError` for settings that contradict each other.
+
+    `num_blocks` includes the null block; `block_size`, `max_num_batched_tokens`, `max_model_len`
+    and `long_prefill_token_threshold` (0: no limit) are in tokens. `watermark` is the share of the
+    usable blocks that an admission must leave free while anything runs.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: str = "fcfs"
+    watermark: float = 0.01
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("num_blocks", 2),
+            ("block_size", 1),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("max_model_len", 1),
+            ("long_prefill_token_threshold", 0),
+        ):
+            if getattr(self, name) < low:
+                raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}.")
+        if self.policy not in SCHEDULING_POLICIES:
+            choices = ", ".join(SCHEDULING_POLICIES)
+            raise ConfigError(f"policy must be one of {choices}, got {self.policy!r}.")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"watermark must be in [0, 1), got {self.watermark}.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs="
+                f"{self.max_num_seqs}, so not every sequence could decode in a step. Raise the "
+                "first or lower the second."
+            )
+        if self.enable_chunked_prefill:
+            return
+        if self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_model_len="
+                f"{self.max_model_len} while chunked prefill is off, so a long prompt could never "
+                "be computed. Raise the first, lower the second, or enable chunked prefill."
+            )
+        if self.long_prefill_token_threshold:
+            raise ConfigError(
+                f"long_prefill_token_threshold={self.long_prefill_token_threshold} cuts prompts "
+                "into chunks and so needs enable_chunked_prefill."
+            )
+
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks that an admission must leave free while anything runs."""
+        if self.watermark == 0.0:
+            return 0
+        return max(1, math.ceil(self.watermark * (self.num_blocks - 1)))
+
+
+@dataclass(slots=True)
+class ScheduledRow:
+    """`num_tokens` positions of one request from `start` on, computed in one step.
+
+    `samples`: the last of them draws a token. `admitted`: the first row since the request got its
+    slot and blocks, new or resumed. `epoch` is the request's when the row was planned; a row whose
+    epoch is no longer the request's is stale and its results are dropped.
+    """
+
+    request: Request
+    epoch: int
+    start: int
+    num_tokens: int
+    samples: bool
+    admitted: bool
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """One step: what to launch now. `preempted` lost their blocks and slots while it was planned.
+
+    Running requests come before admitted ones. Every step is either launched as it is, before any
+    other call that changes the scheduler, or given to `Scheduler.fail_steps`: its blocks are
+    already findable by others.
+    """
+
+    step_id: int
+    rows: list[ScheduledRow]
+    num_tokens: int
+    preempted: list[Request]
+
+
+@dataclass(slots=True)
+class TokenResult:
+    """One token of a request, or None when a request that only scores its prompt has ended."""
+
+    request: Request
+    token: int | None
+    finished: bool

@@ -1,0 +1,175 @@
+"""One request as the scheduler sees it: token ids, what is computed, and where its KV lives."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Iterable
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    """Waiting again; its KV was given up and will be recomputed."""
+    FINISHED = "finished"
+
+
+class Request:
+    """State of one request. Only the scheduler (and the KV manager) change it after creation.
+
+    `eos_token_ids` is empty when EOS must not end the request. `skip_prefix_cache` forbids taking
+    KV from the cache (every prompt position is wanted), not giving to it. `payload` is the
+    caller's own. `max_tokens` 0 scores the prompt and draws nothing.
+    """
+
+    __slots__ = (
+        "admission_order",
+        "arrival_time",
+        "block_hashes",
+        "block_ids",
+        "cache_salt",
+        "eos_token_ids",
+        "epoch",
+        "error",
+        "finish_reason",
+        "max_tokens",
+        "min_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_inflight",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_registered_blocks",
+        "payload",
+        "priority",
+        "queue_order",
+        "recompute_until",
+        "request_id",
+        "skip_prefix_cache",
+        "slot",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        *,
+        max_tokens: int,
+        min_tokens: int = 0,
+        eos_token_ids: Iterable[int] = (),
+        stop_token_ids: Iterable[int] = (),
+        arrival_time: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        skip_prefix_cache: bool = False,
+        payload: object = None,
+    ) -> None:
+        self.request_id = request_id
+        self.max_tokens = max_tokens
+        self.min_tokens = min_tokens
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.arrival_time = arrival_time
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.skip_prefix_cache = skip_prefix_cache
+        self.payload = payload
+
+        self.token_ids = list(prompt_token_ids)
+        """Prompt, then the outputs read so far."""
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        """Positions whose KV is in the pool once every launched step has run."""
+        self.num_inflight = 0
+        """Tokens that launched steps draw and nobody has read yet."""
+        self.block_ids = array("i")
+        """Block of each run of block_size positions. A buffer view of it must be dropped before
+        the next `schedule`, which may have to extend it."""
+        self.block_hashes: list[bytes] = []
+        """Hash of every full block of `token_ids` (none when caching is off)."""
+        self.num_registered_blocks = 0
+        """Leading entries of `block_ids` that are in the hash map."""
+        self.slot = -1
+        """Row of the per-sequence device state, in [0, max_num_seqs); -1 unless running."""
+        self.epoch = 0
+        """Changes when the request ends, so that tokens that arrive later are known as stale."""
+        self.status = RequestStatus.WAITING
+        self.finish_reason: str | None = None
+        """stop, length, abort or error."""
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.num_cached_tokens = 0
+        """Prompt tokens taken from the prefix cache at the first admission."""
+        self.num_preemptions = 0
+        self.recompute_until = 0
+        """Positions below this were computed before a preemption."""
+        self.queue_order = -1
+        """Rank among all requests added to the scheduler."""
+        self.admission_order = -1
+        """Rank among all first admissions."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, "
+            f"outputs={self.num_output_tokens}, computed={self.num_computed_tokens}, "
+            f"inflight={self.num_inflight}, blocks={len(self.block_ids)})"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and outputs read."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_tokens_with_inflight(self) -> int:
+        return len(self.token_ids) + self.num_inflight
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def only_scores(self) -> bool:
+        """True if the prompt is computed for its logprobs and nothing is drawn."""
+        return self.max_tokens == 0
+
+    def end_is_in_flight(self, max_model_len: int) -> bool:
+        """True if a token not read yet ends the request for certain, so nothing may follow it."""
+        if self.num_inflight == 0:
+            return False
+        total = len(self.token_ids) + self.num_inflight
+        return total >= max_model_len or total - self.num_prompt_tokens >= self.max_tokens
+
+    def stop_verdict(self, max_model_len: int) -> tuple[str, int | None] | None:
+        """(finish_reason, stop_reason) if the last token ends the request, else None.
+
+        `min_tokens` holds back EOS and stop ids. It never holds back the length caps: a request
+        that may neither end nor grow would keep its blocks for ever.
+        """
+        token = self.token_ids[-1]
+        outputs = len(self.token_ids) - self.num_prompt_tokens
+        if outputs >= self.min_tokens:
+            if token in self.eos_token_ids:
+                return "stop", None
+            if token in self.stop_token_ids:
+                return "stop", token
+        if outputs >= self.max_tokens or len(self.token_ids) >= max_model_len:
+            return "length", None
+        return None

@@ -1,0 +1,175 @@
+"""How many KV blocks there is memory for, with the arithmetic shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.device.kv_cache import block_bytes, max_blocks
+from jaxpaged.errors import ConfigError
+from jaxpaged.models.config import ModelConfig
+
+GIB = 2**30
+CPU_SHARE = 0.25
+"""Share of the machine's memory for KV on CPU, where nobody else reserves any."""
+CPU_LIMIT = 4 * GIB
+MIN_MARGIN = 256 * 2**20
+MARGIN_SHARE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The outcome: blocks (null block included), the context length they allow, and the lines that explain it."""
+
+    num_blocks: int
+    max_model_len: int
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInputs:
+    """What the plan depends on, all in bytes. `device_bytes` is None on CPU."""
+
+    weight_bytes: int
+    step_bytes: Callable[[], int]
+    """Temporaries of the largest program; asked only where it matters, since it costs a compile."""
+    slot_bytes: int
+    """Per-sequence sampling state."""
+    device_bytes: int | None
+    host_bytes: int
+
+
+def host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def device_memory(device: jax.Device) -> int | None:
+    """The limit of the device's allocator in bytes, or None where there is none (CPU)."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return None if not stats else int(stats["bytes_limit"])
+
+
+def plan_memory(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: jnp.dtype,
+    max_num_seqs: int,
+    inputs: MemoryInputs,
+) -> MemoryPlan:
+    """Decide num_blocks and max_model_len.
+
+    Raises `ConfigError` when nothing is left for KV, or when a max_model_len that was asked for does not fit; the
+    message names the largest that would.
+    """
+    per_block = block_bytes(model, config.block_size, dtype)
+    wanted_len = _wanted_length(config, model)
+    rows: list[tuple[str, str]] = [("weights", _gib(inputs.weight_bytes))]
+    if config.num_gpu_blocks_override is not None:
+        blocks = config.num_gpu_blocks_override
+        rows.append(("KV blocks", f"{blocks} (num_gpu_blocks_override)"))
+    else:
+        budget, why = _kv_budget(config, inputs)
+        rows += why
+        blocks = budget // per_block
+        if config.kv_cache_memory_bytes is None:
+            full = max_num_seqs * -(-wanted_len // config.block_size) + 1
+            blocks = min(blocks, full)
+            blocks = blocks if blocks == full else round_blocks(blocks)
+    limit = max_blocks(model, config.block_size)
+    if blocks > limit:
+        rows.append(("KV blocks", f"capped at {limit}: offsets within a layer's pool are 32-bit"))
+        blocks = limit
+    usable = blocks - 1
+    if usable < 1:
+        raise ConfigError(
+            f"No memory for KV blocks: one block takes {_gib(per_block)}, and after weights "
+            f"({_gib(inputs.weight_bytes)}) there is room for {max(blocks, 0)}. Raise "
+            "gpu_memory_utilization or kv_cache_memory_bytes, or take a smaller model."
+        )
+    length = _fit_length(config, wanted_len, usable, per_block)
+    per_token = per_block // config.block_size
+    concurrency = usable / -(-length // config.block_size)
+    rows += [
+        ("KV per token", f"{per_token} B ({jnp.dtype(dtype).name})"),
+        ("KV blocks", f"{blocks} of {config.block_size} tokens, {_gib(blocks * per_block)}"),
+    ]
+    lines = [f"  {name:<22} {value}" for name, value in rows]
+    lines.append(
+        f"GPU KV cache size: {usable * config.block_size:,} tokens, Maximum concurrency for "
+        f"{length:,} tokens per request: {concurrency:.2f}x"
+    )
+    return MemoryPlan(blocks, length, tuple(lines))
+
+
+def round_blocks(blocks: int) -> int:
+    """Down to a multiple of 1/64 of its leading power of two, so that a restart with a slightly different budget meets
+    the same pool shape and finds its programs in the compilation cache."""
+    if blocks < 64:
+        return blocks
+    step = max(1, 1 << (blocks.bit_length() - 1 - 6))
+    return blocks // step * step
+
+
+def _wanted_length(config: EngineConfig, model: ModelConfig) -> int:
+    asked = config.max_model_len
+    if asked is None or asked == "auto":
+        return model.max_position
+    assert isinstance(asked, int)
+    if asked > model.max_position:
+        raise ConfigError(
+            f"max_model_len={asked} is beyond the model's {model.max_position} positions; lower it."
+        )
+    return asked
+
+
+def _kv_budget(
+    config: EngineConfig, inputs: MemoryInputs
+) -> tuple[int, list[tuple[str, str]]]:
+    if config.kv_cache_memory_bytes is not None:
+        budget = int(config.kv_cache_memory_bytes)
+        return budget, [("KV budget", f"{_gib(budget)} (kv_cache_memory_bytes)")]
+    if inputs.device_bytes is None:
+        budget = min(int(CPU_SHARE * inputs.host_bytes), CPU_LIMIT)
+        why = f"min({CPU_SHARE:.0%} of {_gib(inputs.host_bytes)}, {_gib(CPU_LIMIT)})"
+        return budget, [("KV budget", f"{_gib(budget)} = {why}")]
+    total = inputs.device_bytes
+    allowed = int(total * config.gpu_memory_utilization)
+    margin = config.device_memory_margin
+    margin = max(MIN_MARGIN, int(MARGIN_SHARE * total)) if margin is None else int(margin)
+    step = inputs.step_bytes()
+    budget = allowed - inputs.weight_bytes - inputs.slot_bytes - step - margin
+    rows = [
+        ("device", _gib(total)),
+        ("utilization", f"{config.gpu_memory_utilization:.2f} -> {_gib(allowed)}"),
+        ("largest step", _gib(step)),
+        ("sampling state", _gib(inputs.slot_bytes)),
+        ("margin", _gib(margin)),
+        ("KV budget", _gib(budget)),
+    ]
+    return budget, rows
+
+
+def _fit_length(config: EngineConfig, wanted: int, usable: int, per_block: int) -> int:
+    largest = usable * config.block_size
+    if wanted <= largest:
+        return wanted
+    if isinstance(config.max_model_len, int):
+        needed = -(-wanted // config.block_size)
+        raise ConfigError(
+            f"max_model_len={wanted} needs {needed} KV blocks ({_gib(needed * per_block)}), and "
+            f"{usable} are usable ({_gib(usable * per_block)}). The largest max_model_len that fits "
+            f"is {largest}; lower it, or raise gpu_memory_utilization, kv_cache_memory_bytes or "
+            "num_gpu_blocks_override."
+        )
+    return largest
+
+
+def _gib(size: int) -> str:
+    if abs(size) < GIB // 10:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / GIB:.2f} GiB"

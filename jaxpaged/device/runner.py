@@ -1,0 +1,251 @@
+"""Owns what is on the device: weights, KV pools, slot state and the compiled step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.core.plan import ScheduledRow
+from jaxpaged.device.attention import AttentionBackend, choose_backend
+from jaxpaged.device.buckets import Buckets, StepShape
+from jaxpaged.device.compile_ledger import CompileLedger
+from jaxpaged.device.kv_cache import POOL_AXES, make_pools
+from jaxpaged.device.model_loader import LoadedModel
+from jaxpaged.device.packing import Layout, PackedStep, RowRequest, is_decode, pack
+from jaxpaged.device.sampler import HostSamples, unpack
+from jaxpaged.device.sampling_state import SlotState, SlotValues, empty_slot_state, write_slot
+from jaxpaged.device.step import EngineState, StepOutput, StepSettings, Weights, make_step
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.sharding import named_sharding
+
+_log = logging.getLogger(__name__)
+Progress = Callable[[int, int, str], None]
+"""(done, total, program) while warming up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way: its host arrays (kept alive until it is read) and its results to come."""
+
+    packed: PackedStep
+    output: StepOutput
+    wants_prompt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Host results. `samples` rows are program rows, `prompt` rows prompt tokens; map by `packed`."""
+
+    packed: PackedStep
+    samples: HostSamples
+    prompt: HostSamples | None
+
+
+class Runner:
+    """Launches steps and reads them. Single-threaded; a launch returns before the step has run."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        backend: AttentionBackend,
+        buckets: Buckets,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        settings: StepSettings,
+    ) -> None:
+        self.buckets = buckets
+        self.ledger = CompileLedger()
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.num_blocks = num_blocks
+        self._model: ModelConfig = loaded.config
+        self._dtype = loaded.dtype
+        self._mesh = loaded.mesh
+        self._block_size = config.block_size
+        self._backend = backend
+        self._weights: Weights | None = loaded.weights
+        self._replicated = NamedSharding(self._mesh, PartitionSpec())
+        self._step = _jit_step(self, loaded, settings)
+        self._admit = _jit_admit(self)
+        self._state: EngineState | None = self._new_state()
+
+    # ------------------------------------------------------------------ state
+
+    def _new_state(self) -> EngineState:
+        pools = make_pools(
+            self._model, self.num_blocks, self._block_size, self._dtype, self._mesh
+        )
+        make_slots = jax.jit(
+            partial(empty_slot_state, self.max_num_seqs, self.max_model_len),
+            out_shardings=self._replicated,
+        )
+        return EngineState(pools, make_slots())
+
+    @property
+    def state_shardings(self) -> EngineState:
+        pool = named_sharding(self._mesh, POOL_AXES)
+        slots = {name: self._replicated for name in SlotState.__dataclass_fields__}
+        kv = [(pool, pool)] * self._model.num_layers
+        return EngineState(kv, SlotState(**slots))  # type: ignore[arg-type]
+
+    def reset(self) -> None:
+        """A new, zeroed pool and slot state: after a failed step the donated ones are gone."""
+        self._state = None
+        self._state = self._new_state()
+
+    def close(self) -> None:
+        """Give the device memory back. The runner cannot be used afterwards."""
+        self._state = None
+        self._weights = None
+
+    def pool_pointers(self) -> list[int]:
+        """Device addresses of the pools; they never change while steps run in place."""
+        assert self._state is not None
+        return [pool.unsafe_buffer_pointer() for pair in self._state.kv for pool in pair]
+
+    def read_pool(self, layer: int) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
+        """A copy of one layer's K and V pool as stored, for tests and debugging."""
+        assert self._state is not None
+        k, v = self._state.kv[layer]
+        return np.array(k, copy=True), np.array(v, copy=True)
+
+    # ------------------------------------------------------------------ steps
+
+    def layout(self, shape: StepShape) -> Layout:
+        return Layout(shape, -(-self.max_model_len // self._block_size), self._backend.tile)
+
+    def admit(self, slot: int, values: SlotValues) -> None:
+        """Write a request's sampling data into its slot, before the step that first uses it."""
+        assert self._state is not None
+        with self.ledger.watch("admit"):
+            slots = self._admit(self._state.slots, np.int32(slot), values)
+        self._state = EngineState(self._state.kv, slots)
+
+    def pack(self, rows: Sequence[ScheduledRow], requests: Sequence[RowRequest]) -> PackedStep:
+        prompt_tokens = sum(
+            row.num_tokens
+            for row, request in zip(rows, requests, strict=True)
+            if not is_decode(row, request)
+        )
+        shape = self.buckets.shape_for(len(rows), prompt_tokens)
+        return pack(rows, requests, self.layout(shape), self.max_num_seqs)
+
+    def launch(self, packed: PackedStep, *, wants_prompt: bool) -> Launched:
+        """Queue the step. Its arrays must not be touched afterwards."""
+        assert self._state is not None and self._weights is not None
+        with self.ledger.watch(str(packed.layout.shape)):
+            state, output = self._step(
+                self._weights, self._state, packed.ints, packed.floats, packed.layout
+            )
+        self._state = state
+        output.samples.copy_to_host_async()
+        return Launched(packed, output, wants_prompt)
+
+    def read(self, launched: Launched) -> StepResult:
+        """Wait for the step and copy its results; raises whatever made it fail."""
+        samples = unpack(np.asarray(launched.output.samples))
+        prompt = unpack(np.asarray(launched.output.prompt)) if launched.wants_prompt else None
+        return StepResult(launched.packed, samples, prompt)
+
+    # ------------------------------------------------------------------ warm-up
+
+    def warm_up(self, progress: Progress) -> float:
+        """Compile every program by running it on padding. Returns seconds."""
+        start = time.perf_counter()
+        shapes = self.buckets.shapes
+        total = len(shapes) + 1
+        for done, shape in enumerate(shapes):
+            progress(done, total, str(shape))
+            packed = pack([], [], self.layout(shape), self.max_num_seqs)
+            self.read(self.launch(packed, wants_prompt=False))
+        progress(total - 1, total, "admit")
+        assert self._state is not None
+        values = SlotValues(
+            **{
+                name: np.zeros(array.shape[1:], array.dtype)
+                for name, array in vars(self._state.slots).items()
+            }
+        )
+        self.admit(self.max_num_seqs, values)  # a slot out of range: nothing is written
+        jax.block_until_ready(self._state)
+        progress(total, total, "ready")
+        self.ledger.warm = True
+        return time.perf_counter() - start
+
+
+def step_temporaries(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    buckets: Buckets,
+    settings: StepSettings,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> int:
+    """Bytes of temporaries of the largest program, from XLA's own analysis of a compile with a pool of two blocks.
+
+    Nothing is allocated: the program is lowered from shapes. (XLA's peak_memory is no use here; temp is.)
+    """
+    backend, _ = choose_backend(config.attention_backend, loaded.config, config.block_size)
+    layout = Layout(
+        StepShape(buckets.max_rows, buckets.prefill[-1]),
+        -(-max_model_len // config.block_size),
+        backend.tile,
+    )
+    state = jax.eval_shape(
+        lambda: EngineState(
+            make_pools(loaded.config, 2, config.block_size, loaded.dtype, loaded.mesh),
+            empty_slot_state(max_num_seqs, max_model_len),
+        )
+    )
+    step = jax.jit(
+        make_step(loaded.parts, backend, settings),
+        static_argnames="layout",
+        donate_argnames="state",
+    )
+    ints = jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32)
+    floats = jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32)
+    compiled = step.lower(loaded.weights, state, ints, floats, layout).compile()
+    return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+def _jit_step(
+    runner: Runner, loaded: LoadedModel, settings: StepSettings
+) -> Callable[..., tuple[EngineState, StepOutput]]:
+    step = make_step(loaded.parts, runner._backend, settings)
+
+    def jaxpaged_step(
+        weights: Weights, state: EngineState, ints: jax.Array, floats: jax.Array, layout: Layout
+    ) -> tuple[EngineState, StepOutput]:
+        runner.ledger.traced()
+        return step(weights, state, ints, floats, layout)
+
+    replicated = runner._replicated
+    return jax.jit(
+        jaxpaged_step,
+        static_argnames="layout",
+        donate_argnames="state",
+        out_shardings=(runner.state_shardings, StepOutput(replicated, replicated)),  # type: ignore[arg-type]
+    )
+
+
+def _jit_admit(runner: Runner) -> Callable[..., SlotState]:
+    def jaxpaged_admit(state: SlotState, slot: jax.Array, values: SlotValues) -> SlotState:
+        runner.ledger.traced()
+        return write_slot(state, slot, values)
+
+    return jax.jit(
+        jaxpaged_admit, donate_argnames="state", out_shardings=runner.state_shardings.slots
+    )

@@ -1,0 +1,320 @@
+"""The loop: schedule and launch step N+1, then finish step N."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxpaged.completion import Completion, RequestState
+from jaxpaged.core.plan import ScheduledStep
+from jaxpaged.core.request import Request
+from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.device.runner import Launched, Runner, StepResult
+from jaxpaged.device.sampler import STATUS_ALL_MASKED, STATUS_NOT_FINITE
+from jaxpaged.errors import EngineDeadError, InvalidRequestError
+from jaxpaged.intake import Intake, Prompt, slot_values_now
+from jaxpaged.outputs import EngineStats, RequestOutput
+from jaxpaged.sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
+
+_ROW_ERRORS = {
+    STATUS_NOT_FINITE: "The model's logits are not finite (NaN or infinity) for this request.",
+    STATUS_ALL_MASKED: "No token can be drawn: allowed_token_ids, bad_words and min_tokens together "
+    "forbid them all.",
+}
+
+
+@dataclass(slots=True)
+class _InFlight:
+    step: ScheduledStep
+    launched: Launched
+
+
+class Engine:
+    """Continuous batching over one model. Single-threaded: one thread calls everything.
+
+    `add_request`, then `step` until `has_unfinished_requests` is false. Each step returns the requests that made
+    progress, cumulatively. A bad request raises and changes nothing; a failed request ends alone with finish_reason
+    "error"; after a failed step the requests in it end with an error and all others are recomputed.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        intake: Intake,
+        default_params: SamplingParams,
+        *,
+        async_scheduling: bool,
+        check_integrity: bool,
+        eager: bool,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.intake = intake
+        self.default_params = default_params
+        self._depth = 2 if async_scheduling else 1
+        self._check_integrity = check_integrity
+        self._eager = eager
+        self._states: dict[str, RequestState] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._changed: dict[str, RequestState] = {}
+        """Requests to report at the end of this step, in the order in which they changed."""
+        self._closed = False
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Queue a request. `priority`: smaller is sooner, under the priority policy only.
+
+        Raises `InvalidRequestError` (nothing is queued then) and `EngineDeadError` after `close`.
+        """
+        self._check_open()
+        if request_id in self._states:
+            raise InvalidRequestError(
+                f"request_id {request_id!r} is in use; wait for it to end or take another.",
+                param="request_id",
+            )
+        state = self.intake.build(
+            request_id,
+            prompt,
+            self.default_params if params is None else params,
+            priority=priority,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            cache_salt=cache_salt,
+        )
+        added: list[Request] = []
+        try:
+            for completion in state.completions:
+                self.scheduler.add(completion.core)
+                added.append(completion.core)
+        except InvalidRequestError:
+            for core in added:
+                self.scheduler.finish(core, "abort")
+            raise
+        self._states[request_id] = state
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests in whatever phase they are; unknown and finished ids are ignored.
+
+        The next `step` reports each once more, with what it has so far and finish_reason "abort".
+        """
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            state = self._states.get(request_id)
+            if state is None:
+                continue
+            for completion in state.completions:
+                if not completion.core.is_finished:
+                    self._finish(completion, "abort")
+
+    def discard(self, request_ids: Iterable[str]) -> None:
+        """Abort requests and never report them: their caller is gone."""
+        ids = list(request_ids)
+        self.abort(ids)
+        for request_id in ids:
+            self._states.pop(request_id, None)
+            self._changed.pop(request_id, None)
+
+    def has_unfinished_requests(self) -> bool:
+        """True while any request has not been reported as finished."""
+        return bool(self._states)
+
+    # ------------------------------------------------------------------ the loop
+
+    def step(self) -> list[RequestOutput]:
+        """Launch the next step, then read the oldest one in flight. Returns requests that changed.
+
+        May return an empty list, for example while a long prompt is computed in chunks.
+        """
+        self._check_open()
+        while len(self._in_flight) < self._depth and self._launch_next():
+            pass
+        if self._in_flight:
+            self._finish_oldest()
+        if self._check_integrity:
+            self.scheduler.check_integrity()
+        return self._report()
+
+    def _launch_next(self) -> bool:
+        step = self.scheduler.schedule()
+        for core in self.scheduler.take_failed():
+            self._ended(_completion(core))
+        if step is None:
+            return False
+        try:
+            self._in_flight.append(_InFlight(step, self._launch(step)))
+        except Exception as error:
+            self._recover([step], error)
+            return False
+        return True
+
+    def _launch(self, step: ScheduledStep) -> Launched:
+        completions = [_completion(row.request) for row in step.rows]
+        for row, completion in zip(step.rows, completions, strict=True):
+            if row.admitted and completion.needs_slot:
+                self.runner.admit(row.request.slot, slot_values_now(completion))
+        requests = [completion.row for completion in completions]
+        packed = self.runner.pack(step.rows, requests)
+        wants_prompt = any(start >= 0 for start in packed.prompt_start) and any(
+            request.wants_prompt_logprobs for request in requests
+        )
+        return self.runner.launch(packed, wants_prompt=wants_prompt)
+
+    def _finish_oldest(self) -> None:
+        oldest = self._in_flight[0]
+        try:
+            result = self.runner.read(oldest.launched)
+        except Exception as error:
+            failed = [entry.step for entry in self._in_flight]
+            self._in_flight.clear()
+            self._recover(failed, error)
+            return
+        self._in_flight.popleft()
+        self._finish_step(oldest.step, result)
+
+    def _finish_step(self, step: ScheduledStep, result: StepResult) -> None:
+        places, samples = result.packed.order, result.samples
+        for row, start in zip(step.rows, result.packed.prompt_start, strict=True):
+            completion = _completion(row.request)
+            if start >= 0 and completion.row.wants_prompt_logprobs and row.epoch == row.request.epoch:
+                assert result.prompt is not None
+                completion.parent.add_prompt_logprobs(
+                    result.prompt, start, row.start, row.num_tokens
+                )
+        for row, place in zip(step.rows, places, strict=True):
+            message = _ROW_ERRORS.get(int(samples.status[place])) if row.samples else None
+            if message is not None and row.epoch == row.request.epoch:
+                self._finish(_completion(row.request), "error", error=message)
+        tokens = samples.tokens.tolist()
+        place_of = {id(row.request): place for row, place in zip(step.rows, places, strict=True)}
+        for update in self.scheduler.update(step, [tokens[place] for place in places]):
+            completion = _completion(update.request)
+            try:
+                if update.token is not None:
+                    completion.add_logprobs(samples, place_of[id(update.request)])
+                    self._deliver(completion, update.token)
+                elif update.finished:
+                    self._ended(completion)
+            except Exception as error:  # one request's text must not end the others
+                _log.exception("Request %s failed on the host.", update.request.request_id)
+                self._finish(completion, "error", error=f"{type(error).__name__}: {error}")
+
+    def _deliver(self, completion: Completion, token: int) -> None:
+        core = completion.core
+        ended_by_token = core.is_finished and core.finish_reason == "stop"
+        matched = completion.append(token, last=ended_by_token)
+        if matched is not None:
+            if core.is_finished:  # the same token also reached a length cap
+                core.finish_reason, core.stop_reason = "stop", matched
+            else:
+                self.scheduler.finish(core, "stop", stop_reason=matched)
+        if core.is_finished:
+            self._ended(completion)
+        else:
+            self._changed[completion.parent.request_id] = completion.parent
+
+    # ------------------------------------------------------------------ endings
+
+    def _finish(self, completion: Completion, reason: str, *, error: str | None = None) -> None:
+        self.scheduler.finish(completion.core, reason, error=error)
+        self._ended(completion)
+
+    def _ended(self, completion: Completion) -> None:
+        """A completion has ended in the scheduler: close its text and report it."""
+        matched = completion.close_text()
+        if matched is not None and completion.core.finish_reason == "length":
+            completion.core.finish_reason, completion.core.stop_reason = "stop", matched
+        self._changed[completion.parent.request_id] = completion.parent
+
+    def _report(self) -> list[RequestOutput]:
+        outputs = []
+        for request_id, state in self._changed.items():
+            outputs.append(state.output())
+            if state.finished:
+                self._states.pop(request_id, None)
+        self._changed.clear()
+        return outputs
+
+    def _recover(self, failed: list[ScheduledStep], error: Exception) -> None:
+        """After a failed step the donated pool is gone: end what was in it, recompute the rest on a new pool."""
+        _log.error("A step failed; recomputing all other requests.", exc_info=error)
+        # Steps launched before the failed one do not depend on it: their tokens are good.
+        while self._in_flight:
+            entry = self._in_flight.popleft()
+            try:
+                result = self.runner.read(entry.launched)
+            except Exception:
+                failed = [entry.step, *(e.step for e in self._in_flight), *failed]
+                self._in_flight.clear()
+            else:
+                self._finish_step(entry.step, result)
+        text = f"The step that computed this request failed: {type(error).__name__}: {error}"
+        for core in self.scheduler.fail_steps(failed, text):
+            self._ended(_completion(core))
+        self.runner.reset()
+
+    # ------------------------------------------------------------------ the rest
+
+    def stats(self) -> EngineStats:
+        """Counters since start, and gauges of this moment."""
+        scheduler, ledger = self.scheduler, self.runner.ledger
+        stats = scheduler.stats
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            peak_running=stats.peak_running,
+            steps=stats.steps,
+            preemptions=stats.preemptions,
+            prefix_query_tokens=stats.prefix_query_tokens,
+            prefix_hit_tokens=stats.prefix_hit_tokens,
+            prompt_tokens=stats.prompt_tokens,
+            generation_tokens=stats.generation_tokens,
+            recomputed_tokens=stats.recomputed_tokens,
+            kv_usage=scheduler.kv_usage,
+            num_blocks=scheduler.config.num_blocks,
+            block_size=scheduler.config.block_size,
+            peak_blocks_used=stats.peak_blocks_used,
+            kv_waste=stats.kv_waste,
+            compiles=ledger.compiles,
+            compiles_after_warmup=ledger.after_warmup,
+            lazy_compiles=ledger.compiles if self._eager else 0,
+            failed_steps=stats.failed_steps,
+            requests_finished=dict(stats.requests_finished),
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing changed, while requests hold blocks."""
+        return self.scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Abort everything and give the device memory back. Idempotent."""
+        if self._closed:
+            return
+        self.abort(list(self._states))
+        self._states.clear()
+        self._changed.clear()
+        self._in_flight.clear()
+        self._closed = True
+        self.runner.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError("The engine was closed; make a new one.")
+
+
+def _completion(core: Request) -> Completion:
+    assert isinstance(core.payload, Completion)
+    return core.payload

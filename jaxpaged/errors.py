@@ -1,0 +1,34 @@
+"""Exceptions that users meet. Each names the argument, its value, the limit and the way out."""
+
+from __future__ import annotations
+
+
+class JaxpagedError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(JaxpagedError, ValueError):
+    """An engine setting is unknown, out of range, or contradicts another."""
+
+
+class InvalidRequestError(JaxpagedError, ValueError):
+    """One request is malformed; nothing was scheduled and the engine goes on.
+
+    `param` is the name of the offending argument, for the HTTP layer.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ModelLoadError(JaxpagedError, ValueError):
+    """A checkpoint, tokenizer or model configuration cannot be used as it is."""
+
+
+class UnsupportedModelError(ModelLoadError):
+    """The architecture, or a setting that changes its mathematics, is not implemented."""
+
+
+class EngineDeadError(JaxpagedError, RuntimeError):
+    """The engine was closed, or failed in a way it could not recover from."""

@@ -1,0 +1,148 @@
+"""Command-line flags made from dataclasses: one flag a field, help from the field's own text."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import json
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+ALIASES = {"gpu_memory_utilization": ("--device-memory-utilization",)}
+"""Second names of flags, by field."""
+
+
+def flag_name(field: str, prefix: str = "") -> str:
+    """`max_model_len` -> `--max-model-len`; with prefix "sampling", `--sampling-max-model-len`."""
+    return "--" + (f"{prefix}_{field}" if prefix else field).replace("_", "-")
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Field name -> the string literal that follows the field in the class's source.
+
+    Fields without one, and classes whose source is not at hand, give no entries.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except OSError:
+        return {}
+    (node,) = tree.body
+    assert isinstance(node, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for field, following in zip(node.body, node.body[1:], strict=False):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            docs[field.target.id] = " ".join(str(following.value.value).split())
+    return docs
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    cls: type,
+    title: str,
+    *,
+    clashes: Mapping[str, str] | None = None,
+) -> None:
+    """Add a flag for every field of the dataclass `cls`, in an argument group named `title`.
+
+    A flag that is not given leaves nothing in the namespace, so that the defaults stay in one
+    place; `given` collects the others. `clashes` maps fields whose plain flag belongs to another
+    class to the prefix that they take. Ranges are left to `cls`, which knows them.
+    """
+    assert dataclasses.is_dataclass(cls)
+    group = parser.add_argument_group(title)
+    docs = field_docs(cls)
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        names = [flag_name(field.name, (clashes or {}).get(field.name, ""))]
+        names += ALIASES.get(field.name, ())
+        text = docs.get(field.name, "")
+        if field.default is not None and field.default is not dataclasses.MISSING:
+            text = f"{text} (default: {field.default})".strip()
+        group.add_argument(
+            *names,
+            dest=f"{cls.__name__}.{field.name}",
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
+            **_options(hints[field.name]),
+        )
+
+
+def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """The fields of `cls` that were on the command line, by field name."""
+    prefix = f"{cls.__name__}."
+    return {k.removeprefix(prefix): v for k, v in vars(args).items() if k.startswith(prefix)}
+
+
+def _options(hint: Any) -> dict[str, Any]:
+    """What `add_argument` needs for a field of this type."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = list(typing.get_args(hint)) if union else [hint]
+    optional = type(None) in kinds
+    kinds = [kind for kind in kinds if kind is not type(None)]
+    if kinds == [bool]:
+        return {"action": argparse.BooleanOptionalAction}
+    if list[str] in kinds:
+        return {"action": "append", "metavar": "TEXT"}
+    if list[int] in kinds:
+        return {"type": _or_none(_int_list, optional), "metavar": "ID,ID,..."}
+    if tuple[int, ...] in kinds:
+        return {"type": _or_none(_int_list, optional), "metavar": "N,N,..."}
+    if any(typing.get_origin(kind) is Mapping for kind in kinds):
+        return {"type": _or_none(_json_object, optional), "metavar": "JSON"}
+    if kinds == [int]:
+        return {"type": _or_none(_int, optional), "metavar": "N"}
+    if kinds == [float]:
+        return {"type": _or_none(_float, optional), "metavar": "X"}
+    if str in kinds:
+        # Also int | str: sizes such as 2GiB, which the class itself parses.
+        return {"metavar": "SIZE" if int in kinds else "TEXT"}
+    raise TypeError(f"no flag can be made for a field of type {hint}")
+
+
+def _or_none(parse: Callable[[str], Any], optional: bool) -> Callable[[str], Any]:
+    """`parse`, but "none" is None where the field allows it: max_tokens has another default."""
+
+    def parse_or_none(text: str) -> Any:
+        return None if optional and text.lower() == "none" else parse(text)
+
+    return parse_or_none
+
+
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+
+
+def _int_list(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected integers separated by commas, such as 1,2,3, got {text!r}"
+        ) from None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+    return value

@@ -1,0 +1,272 @@
+"""Checks a new request against the model and the engine's limits, and builds its state. Nothing is scheduled here."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.completion import Completion, RequestState
+from jaxpaged.core.request import Request
+from jaxpaged.device.packing import RowRequest
+from jaxpaged.device.sampling_state import needs_slot, pack_slot, row_fields
+from jaxpaged.errors import InvalidRequestError
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.text.bad_words import bad_word_sequences
+from jaxpaged.text.detokenizer import IncrementalDetokenizer
+from jaxpaged.text.stop import StopChecker
+from jaxpaged.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or {"prompt" or "prompt_token_ids": ..., "cache_salt": ...}."""
+
+MAX_SALT_CHARS = 1024
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedPrompt:
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What requests are checked against."""
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int
+    max_num_seqs: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Intake:
+    """Turns prompts and parameters into requests. Raises `InvalidRequestError` and changes nothing on bad input."""
+
+    def __init__(self, limits: Limits, tokenizer: Tokenizer | None, seed: int) -> None:
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self._rng = random.Random(seed)
+
+    def build(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int,
+        arrival_time: float,
+        cache_salt: str | None = None,
+    ) -> RequestState:
+        """The state of a request with its n scheduler requests, ready to be added."""
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(
+                f"request_id must be a non-empty string, got {request_id!r}.", param="request_id"
+            )
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequestError(
+                f"priority must be an integer, got {priority!r}.", param="priority"
+            )
+        parsed = self.parse(prompt, cache_salt)
+        self._check_length(parsed.token_ids, params)
+        self._check_params(params)
+        seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
+        fields = row_fields(params, seed, vocab_size=self.limits.vocab_size)
+        state = RequestState(
+            request_id,
+            parsed.text,
+            parsed.token_ids,
+            params,
+            self.tokenizer,
+            pack_slot(
+                params,
+                sorted({*self.limits.eos_token_ids, *(params.stop_token_ids or ())}),
+                self._bad_words(params),
+                (),
+                self.limits.max_model_len,
+            )
+            if needs_slot(fields)
+            else None,
+        )
+        wants_prompt = params.prompt_logprobs is not None
+        if wants_prompt:
+            state.prompt_logprobs = [None] * len(parsed.token_ids)
+        for index in range(params.n):
+            # The prompt is scored once, by the first sample.
+            row = RowRequest(fields, index, wants_prompt and index == 0)
+            completion = self._completion(state, index, row)
+            completion.core = self._core(state, completion, parsed, priority, arrival_time)
+            state.completions.append(completion)
+        return state
+
+    def parse(self, prompt: Prompt, cache_salt: str | None = None) -> ParsedPrompt:
+        """Token ids of a prompt in any of its forms, checked against the vocabulary."""
+        text: str | None = None
+        if isinstance(prompt, Mapping):
+            unknown = [key for key in prompt if key not in _PROMPT_KEYS]
+            if unknown:
+                raise InvalidRequestError(
+                    f"A prompt has no field {unknown[0]!r}; known: {', '.join(_PROMPT_KEYS)}.",
+                    param="prompt",
+                )
+            given = prompt.get("cache_salt")
+            cache_salt = given if given is not None else cache_salt
+            ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+            if (ids is None) == (text is None):
+                raise InvalidRequestError(
+                    "A prompt needs exactly one of 'prompt' and 'prompt_token_ids'.", param="prompt"
+                )
+            prompt = text if ids is None else ids
+        self._check_salt(cache_salt)
+        if isinstance(prompt, str):
+            return ParsedPrompt(prompt, self._encode(prompt), cache_salt)
+        return ParsedPrompt(None, self._check_ids(prompt), cache_salt)
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                "Text prompts need a tokenizer, and this engine has none (skip_tokenizer_init); "
+                "give token ids.",
+                param="prompt",
+            )
+        ids = self.tokenizer.encode(text)
+        self._check_range("prompt", ids)  # a tokenizer may know more ids than the model
+        return ids
+
+    def _check_ids(self, ids: Any) -> list[int]:
+        if isinstance(ids, np.ndarray) and ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer):
+            ids = ids.tolist()
+        if isinstance(ids, (bytes, Mapping)) or not isinstance(ids, Sequence):
+            raise InvalidRequestError(
+                f"A prompt must be text, a list of token ids, or a mapping, got {type(ids).__name__}.",
+                param="prompt",
+            )
+        for i, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+                raise InvalidRequestError(
+                    f"Token ids must be integers, got {token!r} at position {i}.", param="prompt"
+                )
+        plain = [int(token) for token in ids]
+        self._check_range("prompt", plain)
+        return plain
+
+    def _check_range(self, name: str, ids: Sequence[int]) -> None:
+        for token in ids:
+            if not 0 <= token < self.limits.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} has token id {token}, outside the model's vocabulary "
+                    f"[0, {self.limits.vocab_size}).",
+                    param=name,
+                )
+
+    def _check_salt(self, salt: Any) -> None:
+        if salt is None:
+            return
+        if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT_CHARS:
+            shown = salt if not isinstance(salt, str) else f"{len(salt)} characters"
+            raise InvalidRequestError(
+                f"cache_salt must be a string of 1 to {MAX_SALT_CHARS} characters, got {shown!r}.",
+                param="cache_salt",
+            )
+
+    def _check_length(self, ids: Sequence[int], params: SamplingParams) -> None:
+        limit, count = self.limits.max_model_len, len(ids)
+        if count == 0:
+            raise InvalidRequestError("The prompt is empty; give at least one token.", "prompt")
+        room = limit if params.max_tokens == 0 else limit - 1
+        if count > room:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {limit} tokens. However, your prompt "
+                f"contains {count} input tokens, and at least {limit - room} output token is asked "
+                "for. Please reduce the length of the input prompt.",
+                param="prompt",
+            )
+        if params.min_tokens > limit - count:
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens} cannot be reached: the prompt has {count} tokens "
+                f"and the context {limit}, so at most {limit - count} can follow.",
+                param="min_tokens",
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        self._check_range("logit_bias", list(params.logit_bias or ()))
+        self._check_range("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_range("stop_token_ids", params.stop_token_ids or ())
+        for name in ("logprobs", "prompt_logprobs"):
+            asked, limit = getattr(params, name), self.limits.max_logprobs
+            if asked is None:
+                continue
+            asked = self.limits.vocab_size if asked == -1 else asked
+            if asked > limit:
+                raise InvalidRequestError(
+                    f"{name}={getattr(params, name)} is more than max_logprobs={limit} allows; ask "
+                    "for fewer, or start the engine with a larger max_logprobs.",
+                    param=name,
+                )
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            name = "stop" if params.stop else "bad_words"
+            raise InvalidRequestError(
+                f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init).",
+                param=name,
+            )
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        if not params.bad_words or self.tokenizer is None:
+            return []
+        return bad_word_sequences(params.bad_words, self.tokenizer)
+
+    def _completion(self, state: RequestState, index: int, row: RowRequest) -> Completion:
+        params, tokenizer = state.params, self.tokenizer
+        if tokenizer is None or not params.detokenize:
+            return Completion(state, index, row, None, None)
+        detokenizer = IncrementalDetokenizer(
+            tokenizer, state.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        stop = StopChecker(
+            params.stop or (),
+            include=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+        return Completion(state, index, row, detokenizer, stop if params.stop else None)
+
+    def _core(
+        self,
+        state: RequestState,
+        completion: Completion,
+        parsed: ParsedPrompt,
+        priority: int,
+        arrival_time: float,
+    ) -> Request:
+        params = state.params
+        room = self.limits.max_model_len - len(parsed.token_ids)
+        single = params.n == 1
+        return Request(
+            state.request_id if single else f"{completion.index}_{state.request_id}",
+            parsed.token_ids,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            min_tokens=params.min_tokens,
+            eos_token_ids=() if params.ignore_eos else self.limits.eos_token_ids,
+            stop_token_ids=params.stop_token_ids or (),
+            arrival_time=arrival_time,
+            priority=priority,
+            cache_salt=parsed.cache_salt,
+            skip_prefix_cache=completion.row.wants_prompt_logprobs,
+            payload=completion,
+        )
+
+
+def slot_values_now(completion: Completion) -> Any:
+    """The slot's data at an admission: the request's own, with the history of all tokens known."""
+    values = completion.parent.slot_values
+    assert values is not None
+    history = np.full_like(values.history, -1)
+    tokens = completion.core.token_ids
+    history[: len(tokens)] = tokens
+    return dataclasses.replace(values, history=history)
+

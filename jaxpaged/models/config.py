@@ -1,0 +1,137 @@
+"""What the layers need to know of a model, read strictly from a Hugging Face style config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpaged.errors import ModelLoadError, UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding. `kind` is default, linear or llama3."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Dimensions of a decoder-only transformer."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeConfig
+    max_position: int
+    tie_embeddings: bool
+    sliding_window: int | None = None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Elements of K and V that one token takes over all layers (times the type's size)."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+class ConfigReader:
+    """Typed access to a config dict; errors name the key and its value."""
+
+    def __init__(self, fields: Mapping[str, Any], where: str) -> None:
+        self.fields = fields
+        self.where = where
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.fields.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelLoadError(
+                f"{self.where}: config {key!r} must be a positive integer, got {value!r}."
+            )
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return self.number_in(self.fields, key, default)
+
+    def number_in(self, fields: Mapping[str, Any], key: str, default: float | None = None) -> float:
+        value = fields.get(key)
+        value = default if value is None else value
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isfinite(value)
+            or value <= 0
+        ):
+            raise ModelLoadError(
+                f"{self.where}: config {key!r} must be a positive number, got {value!r}."
+            )
+        return float(value)
+
+    def require(self, key: str, allowed: tuple[Any, ...]) -> None:
+        """Refuse a setting that changes the mathematics in a way that is not implemented."""
+        if key in self.fields and self.fields[key] not in allowed:
+            raise UnsupportedModelError(
+                f"{self.where}: config {key}={self.fields[key]!r} is not supported for this "
+                f"architecture; supported: {', '.join(repr(a) for a in allowed)}."
+            )
+
+    def rope(self) -> RopeConfig:
+        """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta`/`rope_scaling`."""
+        new = self.fields.get("rope_parameters")
+        scaling = dict(new if new is not None else self.fields.get("rope_scaling") or {})
+        theta = scaling.get("rope_theta")
+        if theta is None:
+            theta = self.number("rope_theta", 10000.0)
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if not isinstance(kind, str) or any(isinstance(v, Mapping) for v in scaling.values()):
+            raise UnsupportedModelError(
+                f"{self.where}: rope settings per layer type are not supported: {scaling!r}."
+            )
+        for key in ("partial_rotary_factor",):
+            for fields in (self.fields, scaling):
+                if fields.get(key) not in (None, 1.0):
+                    raise UnsupportedModelError(
+                        f"{self.where}: config {key}={fields[key]!r} is not supported, only 1.0."
+                    )
+        theta = float(theta)
+        if kind == "default":
+            return RopeConfig(theta)
+        if kind == "linear":
+            return RopeConfig(theta, kind, factor=self.number_in(scaling, "factor"))
+        if kind == "llama3":
+            return RopeConfig(
+                theta,
+                kind,
+                factor=self.number_in(scaling, "factor"),
+                low_freq_factor=self.number_in(scaling, "low_freq_factor"),
+                high_freq_factor=self.number_in(scaling, "high_freq_factor"),
+                original_max_position=int(
+                    self.number_in(scaling, "original_max_position_embeddings")
+                ),
+            )
+        raise UnsupportedModelError(
+            f"{self.where}: rope_type {kind!r} is not supported; supported: default, linear, llama3."
+        )
+
+    def head_dim(self, hidden: int, heads: int) -> int:
+        """`head_dim`, or hidden_size / num_attention_heads where the config leaves it out."""
+        if self.fields.get("head_dim") is not None:
+            return self.integer("head_dim")
+        if hidden % heads:
+            raise ModelLoadError(
+                f"{self.where}: config hidden_size={hidden} is not a multiple of "
+                f"num_attention_heads={heads} and there is no head_dim."
+            )
+        return hidden // heads

@@ -1,0 +1,232 @@
+"""From a config to a running engine: files, weights, memory plan, programs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from jaxpaged.config import EngineConfig, cache_root, integrity_checks_forced
+from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
+from jaxpaged.device.attention import choose_backend
+from jaxpaged.device.buckets import Buckets, choose_buckets
+from jaxpaged.device.memory_plan import (
+    MemoryInputs,
+    MemoryPlan,
+    device_memory,
+    host_memory,
+    plan_memory,
+)
+from jaxpaged.device.model_loader import LoadedModel, load_model
+from jaxpaged.device.runner import Runner, step_temporaries
+from jaxpaged.device.sampling_state import slot_state_bytes
+from jaxpaged.device.step import StepSettings
+from jaxpaged.engine import Engine
+from jaxpaged.errors import ConfigError, InvalidRequestError
+from jaxpaged.intake import Intake, Limits
+from jaxpaged.models.registry import supported_architectures
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.weights.source import ModelSource, resolve_source
+
+_log = logging.getLogger(__name__)
+
+DEFAULTS = {"cpu": (32, 1024)}
+"""Platform -> (max_num_seqs, max_num_batched_tokens)."""
+ACCELERATOR_DEFAULTS = (256, 8192)
+_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load the model and start an engine. Raises `ConfigError` or `ModelLoadError` before anything is compiled."""
+    source = resolve_source(config, supported_architectures=supported_architectures())
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source, config)
+    use_compile_cache(config)
+    loaded = load_model(config, source)
+    num_seqs, budget = _batch_limits(config)
+    buckets = choose_buckets(
+        num_seqs, budget, decode=config.decode_buckets, prefill=config.prefill_buckets
+    )
+    backend, reason = choose_backend(config.attention_backend, loaded.config, config.block_size)
+    _log.info("Attention backend: %s (%s).", backend.name, reason)
+    vocab = loaded.config.vocab_size
+    settings = StepSettings(
+        block_size=config.block_size,
+        max_logprobs=vocab if config.max_logprobs == -1 else min(config.max_logprobs, vocab),
+        valid_vocab=vocab,
+    )
+    plan = _plan(config, loaded, buckets, settings, num_seqs)
+    scheduler = Scheduler(_scheduler_config(config, plan, num_seqs, budget))
+    runner = Runner(
+        config,
+        loaded,
+        backend,
+        buckets,
+        num_blocks=plan.num_blocks,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=num_seqs,
+        settings=settings,
+    )
+    if not config.enforce_eager:
+        _warm_up(runner, config)
+    limits = Limits(
+        vocab_size=vocab,
+        max_model_len=plan.max_model_len,
+        max_logprobs=settings.max_logprobs,
+        max_num_seqs=num_seqs,
+        eos_token_ids=eos_token_ids(source, tokenizer, vocab),
+    )
+    return Engine(
+        scheduler,
+        runner,
+        Intake(limits, tokenizer, config.seed),
+        default_params(config, source),
+        async_scheduling=config.async_scheduling,
+        check_integrity=config.check_integrity or integrity_checks_forced(),
+        eager=config.enforce_eager,
+    )
+
+
+def _batch_limits(config: EngineConfig) -> tuple[int, int]:
+    """max_num_seqs and the token budget, defaulted by the device and clipped to each other."""
+    seqs, budget = DEFAULTS.get(jax.default_backend(), ACCELERATOR_DEFAULTS)
+    if config.max_num_batched_tokens is not None:
+        budget = config.max_num_batched_tokens
+        seqs = min(seqs, budget)
+    if config.max_num_seqs is not None:
+        seqs = config.max_num_seqs
+        if config.max_num_batched_tokens is None:
+            budget = max(budget, seqs)
+    return seqs, budget
+
+
+def _plan(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    buckets: Buckets,
+    settings: StepSettings,
+    num_seqs: int,
+) -> MemoryPlan:
+    length = loaded.config.max_position
+    inputs = MemoryInputs(
+        weight_bytes=loaded.weight_bytes,
+        step_bytes=lambda: step_temporaries(config, loaded, buckets, settings, num_seqs, length),
+        slot_bytes=slot_state_bytes(num_seqs, length),
+        device_bytes=device_memory(loaded.mesh.devices.flat[0]),
+        host_bytes=host_memory(),
+    )
+    plan = plan_memory(config, loaded.config, loaded.dtype, num_seqs, inputs)
+    _log.info("Memory plan:\n%s", "\n".join(plan.lines))
+    if config.max_model_len is None and plan.max_model_len < loaded.config.max_position:
+        _log.warning(
+            "max_model_len lowered from the model's %d to %d, the most that the KV blocks hold.",
+            loaded.config.max_position,
+            plan.max_model_len,
+        )
+    return plan
+
+
+def _scheduler_config(
+    config: EngineConfig, plan: MemoryPlan, num_seqs: int, budget: int
+) -> SchedulerConfig:
+    if config.long_prefill_token_threshold > plan.max_model_len:
+        raise ConfigError(
+            f"long_prefill_token_threshold={config.long_prefill_token_threshold} is beyond "
+            f"max_model_len={plan.max_model_len}; lower it, or set 0 for no limit."
+        )
+    return SchedulerConfig(
+        num_blocks=plan.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=plan.max_model_len,
+        policy=config.scheduling_policy,
+        watermark=config.watermark,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+    )
+
+
+def _warm_up(runner: Runner, config: EngineConfig) -> None:
+    with tqdm(
+        total=len(runner.buckets.shapes) + 1,
+        desc="Compiling",
+        unit="program",
+        file=sys.stderr,
+        disable=config.disable_progress,
+    ) as bar:
+
+        def progress(done: int, total: int, program: str) -> None:
+            bar.n = done
+            bar.set_postfix_str(program)
+
+        seconds = runner.warm_up(progress)
+    hits = sum(record.cache_hit for record in runner.ledger.records)
+    _log.info(
+        "init engine (create kv cache, warmup model) took %.2f s: %d programs, %d from the cache.",
+        seconds,
+        runner.ledger.compiles,
+        hits,
+    )
+
+
+def use_compile_cache(config: EngineConfig) -> None:
+    """Point JAX at our persistent compilation cache, unless the process has one already."""
+    if config.compile_cache_dir == "" or jax.config.jax_compilation_cache_dir:
+        return
+    folder = (
+        cache_root() / "xla"
+        if config.compile_cache_dir is None
+        else Path(config.compile_cache_dir).expanduser()
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)  # compiled programs are code that later starts will run
+    except OSError as error:
+        _log.warning("No compilation cache: %s cannot be used (%s).", folder, error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def eos_token_ids(
+    source: ModelSource, tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[int, ...]:
+    """All ids that end a text: of generation_config, of config, and the tokenizer's EOS."""
+    found: list[Any] = []
+    for fields in (source.generation_config, source.hf_config):
+        value = fields.get("eos_token_id")
+        found += value if isinstance(value, list) else [value]
+    if tokenizer is not None:
+        found.append(tokenizer.eos_token_id)
+    ids = dict.fromkeys(i for i in found if isinstance(i, int) and 0 <= i < vocab_size)
+    return tuple(ids)
+
+
+def default_params(config: EngineConfig, source: ModelSource) -> SamplingParams:
+    """SamplingParams() with the sampling defaults of generation_config.json, unless they are ignored."""
+    if config.generation_config != "auto":
+        return SamplingParams()
+    given = source.generation_config
+    fields = {name: given[name] for name in _SAMPLING_DEFAULTS if given.get(name) is not None}
+    if given.get("max_new_tokens") is not None:
+        fields["max_tokens"] = given["max_new_tokens"]
+    if not fields:
+        return SamplingParams()
+    try:
+        params = SamplingParams(**fields)
+    except InvalidRequestError as error:
+        _log.warning("generation_config.json is ignored: %s", error)
+        return SamplingParams()
+    _log.info(
+        "Default sampling parameters from generation_config.json: %s. "
+        'generation_config="none" ignores them.',
+        ", ".join(f"{name}={value}" for name, value in fields.items()),
+    )
+    return params

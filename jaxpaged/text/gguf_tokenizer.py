@@ -1,0 +1,233 @@
+"""Builds a `tokenizers.Tokenizer` from the vocabulary inside a GGUF file."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+
+from jaxpaged.errors import ModelLoadError
+from jaxpaged.weights.gguf_file import GGUFFile
+
+logger = logging.getLogger(__name__)
+
+# tokenizer.ggml.token_type
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """How text is cut before merging. These are facts about how each vocabulary was trained."""
+
+    regex: str | None = None
+    """None is GPT-2's own expression, which ByteLevel has built in."""
+    single_digits: bool = False
+    ignore_merges: bool = False
+    """A stretch that is a vocabulary entry is taken whole, even if no merges lead to it."""
+    nfc: bool = False
+    adds_bos: bool = False
+    """What holds when the file does not say."""
+
+
+_GPT2 = _Split()
+_DIGITS = _Split(single_digits=True)
+_LLAMA = _Split(_LLAMA3, ignore_merges=True, adds_bos=True)
+_QWEN2 = _Split(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"), nfc=True)
+_MISTRAL = _Split(_TEKKEN, ignore_merges=True, adds_bos=True)
+
+# tokenizer.ggml.pre -> rule
+_SPLITS = {
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "gpt2": _GPT2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "command-r": _DIGITS,
+    "llama-bpe": _LLAMA,
+    "llama3": _LLAMA,
+    "llama-v3": _LLAMA,
+    "falcon3": _LLAMA,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "megrez": _QWEN2,
+    "tekken": _MISTRAL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTokenizerParts:
+    """What a GGUF file says about its tokenizer."""
+
+    backend: Tokenizer
+    special_tokens: dict[str, str]
+    """bos_token, eos_token, ... -> text."""
+    chat_templates: dict[str, str]
+
+
+def build_gguf_tokenizer(file: GGUFFile) -> GGUFTokenizerParts:
+    """Byte-level BPE (`tokenizer.ggml.model` gpt2) or SentencePiece-like (llama).
+
+    Raises `ModelLoadError` for other models, an unknown `tokenizer.ggml.pre`, or a vocabulary that
+    contradicts itself.
+    """
+    tokens = _list(file, "tokenizer.ggml.tokens")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        twice = next(token for i, token in enumerate(tokens) if vocab[token] != i)
+        raise ModelLoadError(f"{file.path}: vocabulary entry {twice!r} appears twice.")
+    model = file.get("tokenizer.ggml.model")
+    try:
+        if model == "gpt2":
+            backend, adds_bos = _byte_level(file, vocab)
+        elif model == "llama":
+            backend, adds_bos = _sentencepiece(file, vocab), True
+        else:
+            raise ModelLoadError(
+                f"{file.path}: tokenizer.ggml.model {model!r} is not supported; supported: gpt2, "
+                "llama. Give the original tokenizer's folder with tokenizer=..."
+            )
+        _add_special(file, backend, tokens)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # `tokenizers` raises bare Exceptions for contradictory tables
+        raise ModelLoadError(f"{file.path}: the vocabulary cannot be used: {error}") from error
+    _post_process(file, backend, tokens, adds_bos=adds_bos)
+    special = {
+        f"{ours}_token": tokens[token]
+        for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if (token := _special_id(file, theirs, len(tokens))) is not None
+    }
+    return GGUFTokenizerParts(backend, special, _templates(file))
+
+
+def _byte_level(file: GGUFFile, vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
+    pre = file.get("tokenizer.ggml.pre", "default")
+    split = _SPLITS.get(pre)
+    if split is None:
+        raise ModelLoadError(
+            f"{file.path}: tokenizer.ggml.pre {pre!r} is not known, so text cannot be cut the way "
+            f"the model learned it. Known: {', '.join(sorted(_SPLITS))}. Give the original "
+            "tokenizer's folder with tokenizer=..."
+        )
+    if pre == "default":
+        logger.warning("%s does not say how text is cut; assuming GPT-2's rule.", file.path)
+    merges = [tuple(merge.split(" ", 1)) for merge in _list(file, "tokenizer.ggml.merges")]
+    backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=split.ignore_merges))
+    if split.nfc:
+        backend.normalizer = normalizers.NFC()
+    steps: list[Any] = []
+    if split.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if split.regex is not None:
+        steps.append(pre_tokenizers.Split(Regex(split.regex), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.regex is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend, split.adds_bos
+
+
+def _sentencepiece(file: GGUFFile, vocab: dict[str, int]) -> Tokenizer:
+    unknown = _special_id(file, "unknown", len(vocab))
+    backend = Tokenizer(
+        BPE(
+            vocab=vocab,
+            merges=_merges_from_scores(file, vocab),
+            unk_token=list(vocab)[unknown] if unknown is not None else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = bool(file.get("tokenizer.ggml.add_space_prefix", True))
+    mark = normalizers.Replace(" ", "\u2581")
+    steps: list[Any] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        # As the original tokenizers and llama.cpp do: also after each special token.
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), mark])
+        steps.append(decoders.Strip(content=" ", left=1, right=0))
+    else:
+        backend.normalizer = mark
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def _merges_from_scores(file: GGUFFile, vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """SentencePiece merges the neighbours whose union scores highest; as ranked pairs for BPE."""
+    scores = _list(file, "tokenizer.ggml.scores")
+    kinds = file.get("tokenizer.ggml.token_type") or [1] * len(vocab)
+    if len(scores) != len(vocab) or len(kinds) != len(vocab):
+        raise ModelLoadError(
+            f"{file.path}: {len(vocab)} tokens, but {len(scores)} scores and {len(kinds)} types."
+        )
+    whole = (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)  # never made from, or part of, other pieces
+    plain = {token: i for token, i in vocab.items() if kinds[i] not in whole}
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for token, index in plain.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in plain and right in plain:
+                ranked.append((-scores[index], plain[left], plain[right], left, right))
+    return [(left, right) for *_, left, right in sorted(ranked)]
+
+
+def _add_special(file: GGUFFile, backend: Tokenizer, tokens: list[str]) -> None:
+    """Control tokens are special; user-defined ones are matched whole but are ordinary text."""
+    kinds = file.get("tokenizer.ggml.token_type") or []
+    pairs = list(zip(tokens, kinds, strict=False))
+    special = [t for t, kind in pairs if kind in (_CONTROL, _UNKNOWN)]
+    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    whole = [t for t, kind in pairs if kind == _USER_DEFINED]
+    backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in whole])
+
+
+def _post_process(file: GGUFFile, backend: Tokenizer, tokens: list[str], *, adds_bos: bool) -> None:
+    template, used = "$A", []
+    for name, default, form in (("bos", adds_bos, "{} $A"), ("eos", False, "{} ")):
+        token = _special_id(file, name, len(tokens))
+        if token is None or not file.get(f"tokenizer.ggml.add_{name}_token", default):
+            continue
+        used.append((tokens[token], token))
+        template = form.format(tokens[token]) if name == "bos" else f"{template} {tokens[token]}"
+    if used:
+        backend.post_processor = TemplateProcessing(
+            single=template.split(" "), pair=None, special_tokens=used
+        )
+
+
+def _templates(file: GGUFFile) -> dict[str, str]:
+    prefix = "tokenizer.chat_template"
+    named = {"default": file.get(prefix)}
+    named |= {name: file.get(f"{prefix}.{name}") for name in file.get(f"{prefix}s", [])}
+    return {name: text for name, text in named.items() if isinstance(text, str)}
+
+
+def _special_id(file: GGUFFile, name: str, count: int) -> int | None:
+    token = file.get(f"tokenizer.ggml.{name}_token_id")
+    if token is None:
+        return None
+    if not isinstance(token, int) or not 0 <= token < count:
+        raise ModelLoadError(
+            f"{file.path}: tokenizer.ggml.{name}_token_id is {token!r}; there are {count} tokens."
+        )
+    return token
+
+
+def _list(file: GGUFFile, key: str) -> list[Any]:
+    value = file.get(key)
+    if not isinstance(value, list) or not value:
+        raise ModelLoadError(f"{file.path} has no {key}.")
+    return value

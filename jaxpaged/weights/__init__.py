@@ -1,0 +1,1 @@
+"""Checkpoint readers, and the loading of weights into models."""

@@ -1,0 +1,1 @@
+"""GPU kernels for paged attention and their jnp reference. Imports jax only."""

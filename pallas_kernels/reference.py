@@ -1,0 +1,256 @@
+"""Paged attention in plain jnp: the oracle of every kernel, and the CPU backend.
+
+Shapes: `D` decode rows, `P` prefill tokens, `R` rows of the block table, `M` block-table width, `N` query heads,
+`K` KV heads, `G = N / K`, `H` head_dim, `S` slots of a pool (num_blocks x block_size).
+
+Two properties matter more here than speed:
+
+* The cost follows the true context lengths: every loop has a traced bound, so one program serves all lengths.
+* One token's result does not depend on how it was scheduled. The context is summed in chunks of `CHUNK` tokens that
+  start at absolute multiples of it, in ascending order, with the online softmax (Milakov and Gimelshein, 2018);
+  a chunk that is masked whole changes no bit. Decode rows and prefill tiles go through one function whose matmuls
+  have between 8 and 32 rows, the range in which XLA:CPU gives a row the same bits whatever stands beside it. Row sums are
+  matmuls with ones for the same reason: XLA:CPU vectorises `reduce` differently for different shapes. The softmax is in
+  base 2 with its running maximum rounded up to a whole number: rescaling is then exact, and it no longer
+  matters whether the compiler fuses a multiplication and an addition into one rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CHUNK = 64
+"""Context tokens summed at a time. A multiple of every SIMD width, whatever the block size."""
+TILES_PER_GROUP = 8
+"""Query tiles (or decode rows) processed side by side."""
+MIN_MATMUL_ROWS = 8
+_LOG2_E = math.log2(math.e)
+_LOWEST_TOP = -(2.0**30)
+MAX_MATMUL_ROWS = 32
+
+
+def query_tile(num_query_heads: int, num_kv_heads: int) -> int:
+    """Tokens of one prefill tile, so that tile x G stays within the bit-stable range of matmul rows."""
+    return max(1, MAX_MATMUL_ROWS // (num_query_heads // num_kv_heads))
+
+
+def load_pool(raw: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Undo the storage type of `store_pool` on values gathered from a pool."""
+    return raw if raw.dtype == dtype else lax.bitcast_convert_type(raw, dtype)
+
+
+def store_pool(values: jax.Array, pool_dtype: jnp.dtype) -> jax.Array:
+    """Values as the pool stores them: 16-bit floats live as uint16 on CPU, where XLA would otherwise
+    convert the whole pool to float32 around a scatter."""
+    if values.dtype == pool_dtype:
+        return values
+    return lax.bitcast_convert_type(values, pool_dtype)
+
+
+def write_kv(pool: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
+    """Scatter `values` [T, K, H] into `pool` [S, K, H] at `slots` [T]; slots out of range are dropped."""
+    return pool.at[slots].set(
+        store_pool(values, pool.dtype), mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
+
+
+def _row_sum(x: jax.Array) -> jax.Array:
+    """Sum over the last axis, keepdims, as a matmul (see the module docstring)."""
+    ones = jnp.ones((x.shape[-1], MIN_MATMUL_ROWS), x.dtype)
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, ones, dims, precision="highest")[..., :1]
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """2 ** exponent for whole numbers <= 0, exactly; 0 below the smallest normal number."""
+    biased = jnp.clip(exponent, -127.0, 0.0).astype(jnp.int32) + 127
+    return lax.bitcast_convert_type(biased << 23, jnp.float32)
+
+
+@functools.partial(jax.named_call, name="attend_group")
+def _attend_group(
+    q: jax.Array,  # [W, K, m, H], m = tile tokens x G (padded to MIN_MATMUL_ROWS)
+    q_pos: jax.Array,  # i32 [W, m] absolute position of each query; -1 = padding
+    tables: jax.Array,  # i32 [W, M] block ids
+    num_chunks: jax.Array,  # i32 [] chunks of the longest context in the group
+    k_pool: jax.Array,  # [S, K, H]
+    v_pool: jax.Array,
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> jax.Array:  # f32 [W, K, m, H]
+    dtype = q.dtype
+    width, heads, rows, dim = q.shape
+    context = q_pos.max(axis=1)  # last position any query of the tile may see
+
+    def chunk(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        top, total, acc = carry
+        pos = index * CHUNK + lax.iota(jnp.int32, CHUNK)
+        blocks = jnp.take(tables, pos // block_size, axis=1, mode="clip")
+        slots = blocks * block_size + (pos % block_size)[None, :]
+        k = load_pool(jnp.take(k_pool, slots, axis=0, mode="clip"), dtype)  # [W, C, K, H]
+        v = load_pool(jnp.take(v_pool, slots, axis=0, mode="clip"), dtype)
+        # Slots past the context hold whatever was there: 0 x NaN must not reach the sum.
+        v = jnp.where((pos[None, :] <= context[:, None])[:, :, None, None], v, jnp.zeros((), dtype))
+        scores = lax.dot_general(
+            q, k, (((3,), (3,)), ((0, 1), (0, 2))), preferred_element_type=jnp.float32
+        )  # [W, K, m, C]
+        if soft_cap is None:
+            scores = scores * (scale * _LOG2_E)
+        else:
+            scores = jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * _LOG2_E)
+        visible = pos[None, None, :] <= q_pos[:, :, None]
+        if window is not None:
+            visible &= pos[None, None, :] > q_pos[:, :, None] - window
+        scores = jnp.where(visible[:, None], scores, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.ceil(scores.max(axis=-1, keepdims=True)))
+        probs = jnp.exp2(scores - new_top)
+        keep = _power_of_two(top - new_top)
+        summed = lax.dot_general(
+            probs.astype(dtype),
+            v,
+            (((3,), (1,)), ((0, 1), (0, 2))),
+            preferred_element_type=jnp.float32,
+        )
+        return new_top, total * keep + _row_sum(probs), acc * keep + summed
+
+    start = (
+        jnp.full((width, heads, rows, 1), _LOWEST_TOP, jnp.float32),
+        jnp.zeros((width, heads, rows, 1), jnp.float32),
+        jnp.zeros((width, heads, rows, dim), jnp.float32),
+    )
+    _, total, acc = lax.fori_loop(0, num_chunks, chunk, start)
+    return acc / jnp.where(total == 0.0, 1.0, total)
+
+
+def _num_chunks(last_position: jax.Array) -> jax.Array:
+    return (last_position + CHUNK) // CHUNK  # -1 (nothing to see) gives 0
+
+
+def paged_decode(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_tables: jax.Array,
+    positions: jax.Array,
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Attention of one query token a row over its paged context.
+
+    Args: `q` [D, N, H]; pools [S, K, H]; `block_tables` i32 [D, M]; `positions` i32 [D], the position of each row's
+    token (its context is positions 0..p, already written), -1 for padding rows, which stand last and give zeros.
+    Rows of similar length should stand together: a group of rows costs what its longest one does.
+    Returns [D, N, H] in q's type.
+    """
+    rows, num_heads, dim = q.shape
+    kv_heads = k_pool.shape[1]
+    group = num_heads // kv_heads
+    padded = max(MIN_MATMUL_ROWS, group)
+    width = TILES_PER_GROUP
+    tail = -rows % width
+    if tail:
+        q = jnp.pad(q, ((0, tail), (0, 0), (0, 0)))
+        block_tables = jnp.pad(block_tables, ((0, tail), (0, 0)))
+        positions = jnp.pad(positions, (0, tail), constant_values=-1)
+    q = q.reshape(rows + tail, kv_heads, group, dim)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - group), (0, 0)))
+
+    def one_group(index: jax.Array, out: jax.Array) -> jax.Array:
+        first = index * width
+        pos = lax.dynamic_slice_in_dim(positions, first, width)
+        result = _attend_group(
+            lax.dynamic_slice_in_dim(q, first, width),
+            jnp.broadcast_to(pos[:, None], (width, padded)),
+            lax.dynamic_slice_in_dim(block_tables, first, width),
+            _num_chunks(pos.max()),
+            k_pool,
+            v_pool,
+            block_size=block_size,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+        )
+        return lax.dynamic_update_slice_in_dim(out, result.astype(q.dtype), first, 0)
+
+    # Live rows stand first. The traced bound also keeps XLA from inlining a loop of one group, which would
+    # be fused, and so rounded, differently.
+    groups = (jnp.sum(positions >= 0, dtype=jnp.int32) + width - 1) // width
+    out = lax.fori_loop(0, groups, one_group, jnp.zeros_like(q))
+    return out[:rows, :, :group].reshape(rows, num_heads, dim)
+
+
+def paged_prefill(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_tables: jax.Array,
+    tile_row: jax.Array,
+    tile_start: jax.Array,
+    tile_len: jax.Array,
+    tile_position: jax.Array,
+    token_tile: jax.Array,
+    num_tiles: jax.Array,
+    *,
+    tile: int,
+    block_size: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Causal attention of new tokens over their paged context, which includes themselves (already written).
+
+    The tokens come in tiles of at most `tile` consecutive tokens of one row.
+    Args: `q` [P, N, H]; pools [S, K, H]; `block_tables` i32 [R, M]; per tile, i32 [NT] with NT a multiple of
+    `TILES_PER_GROUP`: `tile_row` its row of the table, `tile_start` its first token in q, `tile_len` its tokens (0 for
+    padding), `tile_position` the absolute position of its first token; `token_tile` i32 [P]: for each token,
+    tile index x `tile` + offset in the tile; `num_tiles` i32 [] the tiles that are not padding.
+    Returns [P, N, H] in q's type; rows of tokens that are in no tile are meaningless.
+    """
+    _, num_heads, dim = q.shape
+    kv_heads = k_pool.shape[1]
+    group = num_heads // kv_heads
+    rows = max(MIN_MATMUL_ROWS, tile * group)
+    width = TILES_PER_GROUP
+    offsets = lax.iota(jnp.int32, tile)[None, :]
+
+    def one_group(index: jax.Array, out: jax.Array) -> jax.Array:
+        first = index * width
+        take = functools.partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=width)
+        length = take(tile_len)[:, None]
+        tokens = jnp.take(q, take(tile_start)[:, None] + offsets, axis=0, mode="clip")
+        tokens = tokens.reshape(width, tile, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
+        tokens = tokens.reshape(width, kv_heads, tile * group, dim)
+        pos = jnp.where(offsets < length, take(tile_position)[:, None] + offsets, -1)
+        last = pos.max()
+        pos = jnp.repeat(pos, group, axis=1, total_repeat_length=tile * group)
+        result = _attend_group(
+            jnp.pad(tokens, ((0, 0), (0, 0), (0, rows - tile * group), (0, 0))),
+            jnp.pad(pos, ((0, 0), (0, rows - tile * group)), constant_values=-1),
+            jnp.take(block_tables, take(tile_row), axis=0, mode="clip"),
+            _num_chunks(last),
+            k_pool,
+            v_pool,
+            block_size=block_size,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+        )[:, :, : tile * group]
+        result = result.reshape(width, kv_heads, tile, group, dim).transpose(0, 2, 1, 3, 4)
+        result = result.reshape(width, tile, num_heads, dim).astype(q.dtype)
+        return lax.dynamic_update_slice_in_dim(out, result, first, 0)
+
+    count = tile_row.shape[0]
+    out = jnp.zeros((count, tile, num_heads, dim), q.dtype)
+    out = lax.fori_loop(0, (num_tiles + width - 1) // width, one_group, out)
+    return jnp.take(out.reshape(count * tile, num_heads, dim), token_tile, axis=0, mode="clip")

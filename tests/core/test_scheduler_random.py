@@ -1,0 +1,209 @@
+"""Anything in any order: a hypothesis state machine, and long random runs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from jaxpaged.core.request import Request
+from tests.core.harness import Sim, make_config, make_request
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
+"""Two token values only, so that prefixes are shared often."""
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """`Sim` proves every read of the KV and every invariant; here any order of calls is tried."""
+
+    sim: Sim
+
+    @initialize(
+        num_blocks=st.integers(5, 14),
+        block_size=st.integers(1, 5),
+        budget=st.integers(3, 24),
+        seqs=st.integers(1, 3),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        watermark=st.sampled_from([0.0, 0.01, 0.3]),
+        caching=st.sampled_from([True, True, False]),
+        threshold=st.sampled_from([0, 0, 4]),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        seqs: int,
+        policy: str,
+        watermark: float,
+        threshold: int,
+        *,
+        caching: bool,
+    ) -> None:
+        config = make_config(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_batched_tokens=budget,
+            max_num_seqs=seqs,
+            max_model_len=40,
+            policy=policy,
+            watermark=watermark,
+            enable_prefix_caching=caching,
+            long_prefill_token_threshold=threshold,
+        )
+        self.sim = Sim(config)
+
+    @property
+    def alive(self) -> list[Request]:
+        return [r for r in self.sim.requests if not r.is_finished]
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(0, 12),
+        min_tokens=st.integers(0, 4),
+        stops=st.sampled_from([(), (), range(4), range(25)]),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from([None, None, "s"]),
+        skip=st.sampled_from([False, False, True]),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        min_tokens: int,
+        stops: Any,
+        priority: int,
+        salt: str | None,
+        *,
+        skip: bool,
+    ) -> None:
+        config = self.sim.scheduler.config
+        if -(-len(prompt) // config.block_size) > config.num_blocks - 1:
+            prompt = prompt[:1]
+        number = len(self.sim.requests)
+        request = make_request(
+            str(number),
+            prompt,
+            max_tokens,
+            min_tokens=min_tokens,
+            stop_token_ids=stops,
+            priority=priority,
+            cache_salt=salt,
+            skip_prefix_cache=skip or max_tokens == 0,
+            arrival_time=float(number // 2),
+        )
+        self.sim.add(request)
+
+    @rule()
+    def launch(self) -> None:
+        if len(self.sim.queue) < 3:
+            self.sim.launch()
+
+    @precondition(lambda self: self.sim.queue)
+    @rule()
+    def read(self) -> None:
+        self.sim.read()
+
+    @rule(turns=st.integers(1, 10))
+    def turn(self, turns: int) -> None:
+        for _ in range(turns):
+            self.sim.turn()
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), reason=st.sampled_from(["abort", "error"]))
+    def finish(self, data: st.DataObject, reason: str) -> None:
+        request = data.draw(st.sampled_from(self.alive))
+        self.sim.scheduler.finish(request, reason)
+        self.sim.scheduler.check_integrity()
+
+    @precondition(lambda self: self.sim.queue)
+    @rule()
+    def fail(self) -> None:
+        self.sim.fail()
+
+    @rule(force=st.booleans())
+    def reset(self, *, force: bool) -> None:
+        pool = self.sim.scheduler.kv.pool
+        idle = pool.num_held == 0
+        done = self.sim.scheduler.reset_prefix_cache(preempt_running=force)
+        assert done == (force or idle)
+        assert not done or pool.num_cached == 0
+        self.sim.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "sim"):
+            self.sim.run(limit=5000)
+            self.sim.assert_outputs(allow_failed=True)
+            for request in self.sim.scheduler.take_failed():
+                assert request.error is not None
+                assert "has grown to" in request.error
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("profile", "num_blocks"), [("roomy", 400), ("many preemptions", 40)], ids=["roomy", "tight"]
+)
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_ten_thousand_random_steps(profile: str, num_blocks: int, policy: str) -> None:
+    """Two policies and two profiles; together 40,000 steps."""
+    rng = random.Random(f"{profile} {policy}")
+    config = make_config(
+        num_blocks=num_blocks,
+        max_num_seqs=12,
+        max_num_batched_tokens=48,
+        max_model_len=120,
+        policy=policy,
+        watermark=0.01,
+    )
+    sim = Sim(config, check=False)
+    number = 0
+    alive: list[Request] = []
+    while len(sim.steps) < 10_000:
+        if sim.scheduler.num_waiting < 20 and rng.random() < 0.6:
+            tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 40))]
+            request = make_request(
+                str(number),
+                tokens,
+                rng.randrange(0, 40),
+                stop_token_ids=range(rng.choice([0, 2])),
+                priority=rng.randrange(3),
+                arrival_time=float(number),
+                cache_salt=rng.choice([None, None, None, "t"]),
+                skip_prefix_cache=rng.random() < 0.05,
+            )
+            alive.append(sim.add(request))
+            number += 1
+        sim.turn()
+        if rng.random() < 0.01 and alive:
+            sim.scheduler.finish(rng.choice(alive), "abort")
+        if len(sim.steps) % 100 == 0:
+            sim.scheduler.check_integrity()
+            alive = [r for r in alive if not r.is_finished]
+    sim.run()
+    sim.assert_outputs()
+    stats = sim.scheduler.stats
+    assert stats.scheduled_tokens == sum(sim.computed.values())
+    assert stats.generation_tokens == sum(map(len, sim.delivered.values()))
+    assert stats.peak_running <= 12
+    assert stats.prefix_hit_tokens > 1000
+    assert sum(stats.requests_finished.values()) == number
+    if profile == "roomy":
+        assert stats.preemptions == 0
+        assert stats.peak_running == 12
+    else:
+        assert stats.preemptions > 1000
+    first_admissions = list(dict.fromkeys(sim.admitted))
+    if policy == "fcfs":
+        gone = [r for r in sim.requests if r not in set(first_admissions)]
+        assert all(r.finish_reason == "abort" for r in gone)
+        assert first_admissions == [r for r in sim.requests if r not in set(gone)]

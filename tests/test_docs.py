@@ -1,0 +1,52 @@
+"""Documents that repeat facts of the code must repeat all of them, and rightly."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.sampling_params import SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+
+def rows(cls: type) -> dict[str, str]:
+    """Field name -> default, as the table under the heading that names `cls` has them."""
+    section = CONFIGURATION.split(f": `{cls.__name__}`\n")[1].split("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", section, re.MULTILINE))
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams])
+def test_every_field_is_listed_with_its_default(cls: type) -> None:
+    assert rows(cls) == {field.name: repr(field.default) for field in dataclasses.fields(cls)}
+
+
+def test_every_environment_variable_is_listed() -> None:
+    source = (ROOT / "jaxpaged" / "config.py").read_text(encoding="utf-8")
+    read = set(re.findall(r'environ\.get\("(\w+)"', source))
+    listed = set(re.findall(r"^\| `(JAXPAGED_\w+)` \|", CONFIGURATION, re.MULTILINE))
+    assert read
+    assert read == listed
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])
+def test_links_between_files_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for target in re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{page} links to {target}"
+
+
+def test_flags_in_the_readme_exist() -> None:
+    known = {f.name for cls in (EngineConfig, SamplingParams) for f in dataclasses.fields(cls)}
+    known |= {"prompt", "prompt_file", "chat", "out", "help", "device_memory_utilization"}
+    known |= {"sampling_seed", "fix"}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    used = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", readme))
+    assert len(used) > 5
+    assert {flag.replace("-", "_") for flag in used} <= known | {f"no_{name}" for name in known}

@@ -1,0 +1,110 @@
+"""Prompts of an offline run: what is accepted, and how bad lines are named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from jaxpaged.jobs import InputError, Job, jobs_from_jsonl, jobs_from_lines, jobs_from_texts
+
+
+def read(*lines: str | bytes | dict[str, Any], chat: bool = False, **params: Any) -> list[Job]:
+    encoded = [
+        line
+        if isinstance(line, bytes)
+        else (line if isinstance(line, str) else json.dumps(line)).encode()
+        for line in lines
+    ]
+    return jobs_from_jsonl(b"\n".join(encoded), chat=chat, params=params)
+
+
+def test_the_three_kinds_of_line() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    jobs = read(
+        {"prompt": "a", "params": {"max_tokens": 3}, "cache_salt": "s"},
+        "",
+        {"messages": messages},
+        {"prompt_token_ids": [1, 2]},
+    )
+    assert jobs == [
+        Job(where="line 1", prompt="a", params={"max_tokens": 3}, cache_salt="s"),
+        Job(where="line 3", messages=messages),
+        Job(where="line 4", prompt_token_ids=[1, 2]),
+    ]
+
+
+def test_chat_makes_conversations_of_texts() -> None:
+    conversation = [{"role": "user", "content": "a"}]
+    assert read({"prompt": "a"}, chat=True)[0].messages == conversation
+    assert jobs_from_texts(["a"], chat=True)[0].messages == conversation
+    assert jobs_from_lines(b"a\n", chat=True)[0].messages == conversation
+
+
+def test_plain_lines() -> None:
+    jobs = jobs_from_lines("\ufeffone\r\n\n zwei \u2028ü\n".encode(), chat=False)
+    # U+2028 is part of the text, and so are blanks at the ends.
+    assert [job.prompt for job in jobs] == ["one", " zwei \u2028ü"]
+    assert [job.where for job in jobs] == ["line 1", "line 3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("3", "expected a JSON object"),
+        ({}, "exactly one of prompt, messages, prompt_token_ids, found none"),
+        ({"prompt": "a", "messages": []}, "found prompt and messages"),
+        ({"promt": "a"}, "did you mean 'prompt'?"),
+        ({"prompt": 3}, "prompt must be a string"),
+        ({"prompt": "\ud800"}, "half of a surrogate pair"),
+        (b'{"prompt": "\xff"}', "codec can't decode"),
+        ({"messages": []}, "messages must be a non-empty list"),
+        ({"messages": ["hi"]}, "objects with a role"),
+        ({"messages": [{"content": "hi"}]}, "objects with a role"),
+        ({"prompt_token_ids": []}, "prompt_token_ids must be a non-empty list"),
+        ({"prompt_token_ids": [True]}, "integers >= 0, got True"),
+        ({"prompt_token_ids": [-1]}, "integers >= 0, got -1"),
+        ({"prompt": "a", "params": 3}, "params must be an object"),
+        ({"prompt": "a", "params": {"top_p": 2}}, "top_p must be a number in (0, 1], got 2"),
+        ({"prompt": "a", "params": {"topp": 1}}, "Did you mean 'top_p'?"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt must be a non-empty string"),
+        ({"prompt": "a", "cache_salt": 7}, "cache_salt must be a non-empty string"),
+        ({"messages": [{"role": "user"}], "cache_salt": "s"}, "not with a conversation"),
+    ],
+)
+def test_a_bad_line_is_named(line: str | bytes | dict[str, Any], reason: str) -> None:
+    with pytest.raises(InputError) as error:
+        read({"prompt": "good"}, line, {"prompt": "good"})
+    assert "nothing was run" in str(error.value)
+    assert "line 2: " in str(error.value)
+    assert reason in str(error.value)
+    assert "line 3" not in str(error.value)
+
+
+def test_token_ids_do_not_go_through_a_chat_template() -> None:
+    with pytest.raises(InputError, match="line 1: prompt_token_ids cannot be used with --chat"):
+        read({"prompt_token_ids": [1]}, chat=True)
+
+
+def test_a_line_that_contradicts_the_flags_is_found() -> None:
+    line = {"prompt": "a", "params": {"min_tokens": 9}}
+    assert len(read(line, max_tokens=9)) == 1
+    with pytest.raises(InputError, match="line 1: min_tokens"):
+        read(line, max_tokens=8)
+
+
+def test_all_bad_lines_are_counted_and_the_first_are_shown() -> None:
+    with pytest.raises(InputError) as error:
+        read(*["{"] * 25)
+    shown = str(error.value).splitlines()
+    assert shown[1].startswith("  line 1: ")
+    assert shown[10].startswith("  line 10: ")
+    assert shown[11] == "  ... and 15 more"
+
+
+def test_an_argument_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InputError, match="--prompt number 2"):
+        jobs_from_texts(["a", "b\udcff"], chat=False)
