@@ -1,7 +1,7 @@
 """jaxpaged: the paged LLM inference engine for JAX.
 
-`from jaxpaged import LLM, SamplingParams, EngineConfig`. Names are imported when first used, so that importing the
-package (or reading the command line's help) does not start JAX.
+`from jaxpaged import LLM, SamplingParams, EngineConfig`. Names are imported when first used, so
+that importing the package (or reading the command line's help) does not start JAX.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What the engine keeps of one request beside the scheduler's view: text, logprobs, and how it is sampled."""
+"""What the engine keeps of one request beside the scheduler's view: text, logprobs, and how it is
+sampled.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class Completion:
     def append(self, token: int, *, last: bool) -> str | None:
         """Take a delivered token; returns the stop string that it completes, if any.
 
-        `last`: the token ended the request as EOS or stop id, so its text is left out unless asked for.
+        `last`: the token ended the request as EOS or stop id, so its text is left out unless asked
+        for.
         """
         self.token_ids.append(token)
         if self.detokenizer is None:
@@ -118,7 +121,7 @@ class RequestState:
     def add_prompt_logprobs(
         self, samples: HostSamples, first_row: int, position: int, count: int
     ) -> None:
-        """Logprobs of the prompt tokens after positions `position`.. of a chunk of `count` tokens."""
+        """Logprobs of the prompt tokens that follow a chunk's `count` tokens from `position` on."""
         assert self.prompt_logprobs is not None and self.params.prompt_logprobs is not None
         wanted = self.params.prompt_logprobs
         for offset in range(count):
@@ -146,9 +149,13 @@ class RequestState:
 def logprob_dict(
     samples: HostSamples, row: int, count: int, tokenizer: Tokenizer | None
 ) -> LogprobDict:
-    """The drawn (or given) token first, then the `count` likeliest (-1: all that the program gives)."""
+    """The drawn (or given) token first, then the `count` likeliest (-1: all that the program
+    gives).
+    """
     token = int(samples.tokens[row])
-    entry = {token: Logprob(float(samples.logprob[row]), int(samples.rank[row]), _text(tokenizer, token))}
+    entry = {
+        token: Logprob(float(samples.logprob[row]), int(samples.rank[row]), _text(tokenizer, token))
+    }
     ids: Sequence[int] = samples.top_ids[row].tolist()
     values: Sequence[float] = samples.top_logprobs[row].tolist()
     for rank, (other, value) in enumerate(zip(ids, values, strict=True), start=1):

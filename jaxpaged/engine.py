@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 
 _ROW_ERRORS = {
     STATUS_NOT_FINITE: "The model's logits are not finite (NaN or infinity) for this request.",
-    STATUS_ALL_MASKED: "No token can be drawn: allowed_token_ids, bad_words and min_tokens together "
-    "forbid them all.",
+    STATUS_ALL_MASKED: "No token can be drawn: allowed_token_ids, bad_words and min_tokens "
+    "together forbid them all.",
 }
 
 
@@ -37,9 +37,10 @@ class _InFlight:
 class Engine:
     """Continuous batching over one model. Single-threaded: one thread calls everything.
 
-    `add_request`, then `step` until `has_unfinished_requests` is false. Each step returns the requests that made
-    progress, cumulatively. A bad request raises and changes nothing; a failed request ends alone with finish_reason
-    "error"; after a failed step the requests in it end with an error and all others are recomputed.
+    `add_request`, then `step` until `has_unfinished_requests` is false. Each step returns the
+    requests that made progress, cumulatively. A bad request raises and changes nothing; a failed
+    request ends alone with finish_reason "error"; after a failed step the requests in it end with
+    an error and all others are recomputed.
     """
 
     def __init__(
@@ -189,7 +190,11 @@ class Engine:
         places, samples = result.packed.order, result.samples
         for row, start in zip(step.rows, result.packed.prompt_start, strict=True):
             completion = _completion(row.request)
-            if start >= 0 and completion.row.wants_prompt_logprobs and row.epoch == row.request.epoch:
+            if (
+                start >= 0
+                and completion.row.wants_prompt_logprobs
+                and row.epoch == row.request.epoch
+            ):
                 assert result.prompt is not None
                 completion.parent.add_prompt_logprobs(
                     result.prompt, start, row.start, row.num_tokens
@@ -249,7 +254,9 @@ class Engine:
         return outputs
 
     def _recover(self, failed: list[ScheduledStep], error: Exception) -> None:
-        """After a failed step the donated pool is gone: end what was in it, recompute the rest on a new pool."""
+        """After a failed step the donated pool is gone: end what was in it, recompute the rest on a
+        new pool.
+        """
         _log.error("A step failed; recomputing all other requests.", exc_info=error)
         # Steps launched before the failed one do not depend on it: their tokens are good.
         while self._in_flight:

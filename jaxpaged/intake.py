@@ -1,4 +1,6 @@
-"""Checks a new request against the model and the engine's limits, and builds its state. Nothing is scheduled here."""
+"""Checks a new request against the model and the engine's limits, and builds its state. Nothing is
+scheduled here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -47,7 +49,9 @@ class Limits:
 
 
 class Intake:
-    """Turns prompts and parameters into requests. Raises `InvalidRequestError` and changes nothing on bad input."""
+    """Turns prompts and parameters into requests. Raises `InvalidRequestError` and changes nothing
+    on bad input.
+    """
 
     def __init__(self, limits: Limits, tokenizer: Tokenizer | None, seed: int) -> None:
         self.limits = limits
@@ -122,7 +126,7 @@ class Intake:
                 raise InvalidRequestError(
                     "A prompt needs exactly one of 'prompt' and 'prompt_token_ids'.", param="prompt"
                 )
-            prompt = text if ids is None else ids
+            prompt = text if text is not None else cast("Prompt", ids)
         self._check_salt(cache_salt)
         if isinstance(prompt, str):
             return ParsedPrompt(prompt, self._encode(prompt), cache_salt)
@@ -143,8 +147,9 @@ class Intake:
         if isinstance(ids, np.ndarray) and ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer):
             ids = ids.tolist()
         if isinstance(ids, (bytes, Mapping)) or not isinstance(ids, Sequence):
+            kind = type(ids).__name__
             raise InvalidRequestError(
-                f"A prompt must be text, a list of token ids, or a mapping, got {type(ids).__name__}.",
+                f"A prompt must be text, a list of token ids or a mapping, got {kind}.",
                 param="prompt",
             )
         for i, token in enumerate(ids):
@@ -269,4 +274,3 @@ def slot_values_now(completion: Completion) -> Any:
     tokens = completion.core.token_ids
     history[: len(tokens)] = tokens
     return dataclasses.replace(values, history=history)
-

@@ -24,9 +24,9 @@ Message = Mapping[str, Any]
 class LLM:
     """A loaded model with its engine.
 
-    `LLM(model, **settings)` takes the fields of `EngineConfig`, or `LLM(config=EngineConfig(...))`. Raises
-    `ConfigError` for bad settings and `ModelLoadError` for a checkpoint that cannot be used. Use it as a context
-    manager, or call `close`, to give the device memory back.
+    `LLM(model, **settings)` takes the fields of `EngineConfig`, or `LLM(config=EngineConfig(...))`.
+    Raises `ConfigError` for bad settings and `ModelLoadError` for a checkpoint that cannot be used.
+    Use it as a context manager, or call `close`, to give the device memory back.
     """
 
     def __init__(
@@ -51,9 +51,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts; results come in the order of the prompts.
 
-        A prompt is a text, a list of token ids, or a mapping with "prompt" or "prompt_token_ids" and optionally
-        "cache_salt". One `SamplingParams` serves all prompts, a list gives one to each, None takes the model's defaults.
-        Raises `InvalidRequestError` naming the first bad prompt before anything runs.
+        A prompt is a text, a list of token ids, or a mapping with "prompt" or "prompt_token_ids"
+        and optionally "cache_salt". One `SamplingParams` serves all prompts, a list gives one to
+        each, None takes the model's defaults. Raises `InvalidRequestError` naming the first bad
+        prompt before anything runs.
         """
         batch = _as_list(prompts)
         params = self._params_for(batch, sampling_params)
@@ -139,8 +140,8 @@ class LLM:
             return [params or self.default_sampling_params()] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequestError(
-                f"{len(params)} sampling_params were given for {len(prompts)} prompts; give one, or "
-                "one for each.",
+                f"{len(params)} sampling_params were given for {len(prompts)} prompts; give one, "
+                "or one for each.",
                 param="sampling_params",
             )
         return list(params)
@@ -182,7 +183,9 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several, as a list. A list whose first entry is an integer is one prompt of ids."""
+    """One prompt, or several, as a list. A list whose first entry is an integer is one prompt of
+    ids.
+    """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     items = list(prompts)
@@ -196,7 +199,7 @@ def _is_conversation(messages: Sequence[Any]) -> bool:
 
 
 class _ProgressBar:
-    """"Processed prompts" with input and output tokens/s."""
+    """ "Processed prompts" with input and output tokens/s."""
 
     def __init__(self, total: int, *, disable: bool) -> None:
         self._bar = tqdm(
@@ -220,7 +223,8 @@ class _ProgressBar:
         self._output += sum(len(completion.token_ids) for completion in output.outputs)
         elapsed = max(self._bar.format_dict["elapsed"] or 0.0, 1e-9)
         self._bar.set_postfix_str(
-            f"input: {self._input / elapsed:.1f} toks/s, output: {self._output / elapsed:.1f} toks/s",
+            f"input: {self._input / elapsed:.1f} toks/s, "
+            f"output: {self._output / elapsed:.1f} toks/s",
             refresh=False,
         )
         self._bar.update(1)

@@ -42,7 +42,9 @@ _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_pena
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """Load the model and start an engine. Raises `ConfigError` or `ModelLoadError` before anything is compiled."""
+    """Load the model and start an engine. Raises `ConfigError` or `ModelLoadError` before anything
+    is compiled.
+    """
     source = resolve_source(config, supported_architectures=supported_architectures())
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source, config)
     use_compile_cache(config)
@@ -177,7 +179,8 @@ def _warm_up(runner: Runner, config: EngineConfig) -> None:
 
 def use_compile_cache(config: EngineConfig) -> None:
     """Point JAX at our persistent compilation cache, unless the process has one already."""
-    if config.compile_cache_dir == "" or jax.config.jax_compilation_cache_dir:
+    chosen = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if config.compile_cache_dir == "" or chosen:
         return
     folder = (
         cache_root() / "xla"
@@ -210,7 +213,9 @@ def eos_token_ids(
 
 
 def default_params(config: EngineConfig, source: ModelSource) -> SamplingParams:
-    """SamplingParams() with the sampling defaults of generation_config.json, unless they are ignored."""
+    """SamplingParams() with the sampling defaults of generation_config.json, unless they are
+    ignored.
+    """
     if config.generation_config != "auto":
         return SamplingParams()
     given = source.generation_config

@@ -1,18 +1,20 @@
 """Paged attention in plain jnp: the oracle of every kernel, and the CPU backend.
 
-Shapes: `D` decode rows, `P` prefill tokens, `R` rows of the block table, `M` block-table width, `N` query heads,
-`K` KV heads, `G = N / K`, `H` head_dim, `S` slots of a pool (num_blocks x block_size).
+Shapes: `D` decode rows, `P` prefill tokens, `R` rows of the block table, `M` block-table width, `N`
+query heads, `K` KV heads, `G = N / K`, `H` head_dim, `S` slots of a pool (num_blocks x block_size).
 
 Two properties matter more here than speed:
 
-* The cost follows the true context lengths: every loop has a traced bound, so one program serves all lengths.
-* One token's result does not depend on how it was scheduled. The context is summed in chunks of `CHUNK` tokens that
-  start at absolute multiples of it, in ascending order, with the online softmax (Milakov and Gimelshein, 2018);
-  a chunk that is masked whole changes no bit. Decode rows and prefill tiles go through one function whose matmuls
-  have between 8 and 32 rows, the range in which XLA:CPU gives a row the same bits whatever stands beside it. Row sums are
-  matmuls with ones for the same reason: XLA:CPU vectorises `reduce` differently for different shapes. The softmax is in
-  base 2 with its running maximum rounded up to a whole number: rescaling is then exact, and it no longer
-  matters whether the compiler fuses a multiplication and an addition into one rounding.
+* The cost follows the true context lengths: every loop has a traced bound, so one program serves
+  all lengths.
+* One token's result does not depend on how it was scheduled. The context is summed in chunks of
+  `CHUNK` tokens that start at absolute multiples of it, in ascending order, with the online softmax
+  (Milakov and Gimelshein, 2018); a chunk that is masked whole changes no bit. Decode rows and
+  prefill tiles go through one function whose matmuls have between 8 and 32 rows, the range in which
+  XLA:CPU gives a row the same bits whatever stands beside it. Row sums are matmuls with ones for
+  the same reason: XLA:CPU vectorises `reduce` differently for different shapes. The softmax is in
+  base 2 with its running maximum rounded up to a whole number: rescaling is then exact, and it no
+  longer matters whether the compiler fuses a multiplication and an addition into one rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ MAX_MATMUL_ROWS = 32
 
 
 def query_tile(num_query_heads: int, num_kv_heads: int) -> int:
-    """Tokens of one prefill tile, so that tile x G stays within the bit-stable range of matmul rows."""
+    """Tokens of one prefill tile, so that tile x G stays within the bit-stable range of matmul
+    rows.
+    """
     return max(1, MAX_MATMUL_ROWS // (num_query_heads // num_kv_heads))
 
 
@@ -45,17 +49,23 @@ def load_pool(raw: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def store_pool(values: jax.Array, pool_dtype: jnp.dtype) -> jax.Array:
-    """Values as the pool stores them: 16-bit floats live as uint16 on CPU, where XLA would otherwise
-    convert the whole pool to float32 around a scatter."""
+    """Values as the pool stores them: 16-bit floats live as uint16 on CPU, where XLA would
+    otherwise convert the whole pool to float32 around a scatter.
+    """
     if values.dtype == pool_dtype:
         return values
     return lax.bitcast_convert_type(values, pool_dtype)
 
 
 def write_kv(pool: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
-    """Scatter `values` [T, K, H] into `pool` [S, K, H] at `slots` [T]; slots out of range are dropped."""
+    """Scatter `values` [T, K, H] into `pool` [S, K, H] at `slots` [T]; slots out of range are
+    dropped.
+    """
     return pool.at[slots].set(
-        store_pool(values, pool.dtype), mode="drop", unique_indices=True, wrap_negative_indices=False
+        store_pool(values, pool.dtype),
+        mode="drop",
+        unique_indices=True,
+        wrap_negative_indices=False,
     )
 
 
@@ -126,6 +136,8 @@ def _attend_group(
         jnp.zeros((width, heads, rows, 1), jnp.float32),
         jnp.zeros((width, heads, rows, dim), jnp.float32),
     )
+    total: jax.Array
+    acc: jax.Array
     _, total, acc = lax.fori_loop(0, num_chunks, chunk, start)
     return acc / jnp.where(total == 0.0, 1.0, total)
 
@@ -148,10 +160,10 @@ def paged_decode(
 ) -> jax.Array:
     """Attention of one query token a row over its paged context.
 
-    Args: `q` [D, N, H]; pools [S, K, H]; `block_tables` i32 [D, M]; `positions` i32 [D], the position of each row's
-    token (its context is positions 0..p, already written), -1 for padding rows, which stand last and give zeros.
-    Rows of similar length should stand together: a group of rows costs what its longest one does.
-    Returns [D, N, H] in q's type.
+    Args: `q` [D, N, H]; pools [S, K, H]; `block_tables` i32 [D, M]; `positions` i32 [D], the
+    position of each row's token (its context is positions 0..p, already written), -1 for padding
+    rows, which stand last and give zeros. Rows of similar length should stand together: a group of
+    rows costs what its longest one does. Returns [D, N, H] in q's type.
     """
     rows, num_heads, dim = q.shape
     kv_heads = k_pool.shape[1]
@@ -183,10 +195,10 @@ def paged_decode(
         )
         return lax.dynamic_update_slice_in_dim(out, result.astype(q.dtype), first, 0)
 
-    # Live rows stand first. The traced bound also keeps XLA from inlining a loop of one group, which would
-    # be fused, and so rounded, differently.
+    # Live rows stand first. The traced bound also keeps XLA from inlining a loop of one group,
+    # which would be fused, and so rounded, differently.
     groups = (jnp.sum(positions >= 0, dtype=jnp.int32) + width - 1) // width
-    out = lax.fori_loop(0, groups, one_group, jnp.zeros_like(q))
+    out: jax.Array = lax.fori_loop(0, groups, one_group, jnp.zeros_like(q))
     return out[:rows, :, :group].reshape(rows, num_heads, dim)
 
 
@@ -208,14 +220,16 @@ def paged_prefill(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """Causal attention of new tokens over their paged context, which includes themselves (already written).
+    """Causal attention of new tokens over their paged context, which includes themselves (already
+    written).
 
-    The tokens come in tiles of at most `tile` consecutive tokens of one row.
-    Args: `q` [P, N, H]; pools [S, K, H]; `block_tables` i32 [R, M]; per tile, i32 [NT] with NT a multiple of
-    `TILES_PER_GROUP`: `tile_row` its row of the table, `tile_start` its first token in q, `tile_len` its tokens (0 for
-    padding), `tile_position` the absolute position of its first token; `token_tile` i32 [P]: for each token,
-    tile index x `tile` + offset in the tile; `num_tiles` i32 [] the tiles that are not padding.
-    Returns [P, N, H] in q's type; rows of tokens that are in no tile are meaningless.
+    The tokens come in tiles of at most `tile` consecutive tokens of one row. Args: `q` [P, N, H];
+    pools [S, K, H]; `block_tables` i32 [R, M]; per tile, i32 [NT] with NT a multiple of
+    `TILES_PER_GROUP`: `tile_row` its row of the table, `tile_start` its first token in q,
+    `tile_len` its tokens (0 for padding), `tile_position` the absolute position of its first token;
+    `token_tile` i32 [P]: for each token, tile index x `tile` + offset in the tile; `num_tiles` i32
+    [] the tiles that are not padding. Returns [P, N, H] in q's type; rows of tokens that are in no
+    tile are meaningless.
     """
     _, num_heads, dim = q.shape
     kv_heads = k_pool.shape[1]

@@ -185,6 +185,7 @@ class Scheduler:
                 # The watchdog: nothing runs on the device and nothing can be planned.
                 stuck = self._waiting.peek() or next(iter(self._running))
                 self._fail(stuck, stalled_text(self, stuck))
+                stalls = 0
 
     def _plan(self) -> ScheduledStep | None:
         preempted: list[Request] = []

@@ -16,7 +16,9 @@ from pallas_kernels import reference
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionMeta:
-    """Where the tokens of a step stand. Decode rows come first on the token axis, then P prompt tokens in tiles."""
+    """Where the tokens of a step stand. Decode rows come first on the token axis, then P prompt
+    tokens in tiles.
+    """
 
     kv_slots: jax.Array  # i32[T] pool slot of each token's K and V; out of range = not written
     block_tables: jax.Array  # i32[R, M]
@@ -30,7 +32,9 @@ class AttentionMeta:
 
 
 class AttentionBackend(Protocol):
-    """`attend` fits `models.layers.Attend`; `tile` is the prompt tokens per tile of the host's tile list."""
+    """`attend` fits `models.layers.Attend`; `tile` is the prompt tokens per tile of the host's tile
+    list.
+    """
 
     name: str
     tile: int
@@ -50,7 +54,9 @@ class AttentionBackend(Protocol):
 
 
 class ReferenceAttention:
-    """Plain jnp; runs everywhere and gives every token the same bits however it is scheduled (on CPU)."""
+    """Plain jnp; runs everywhere and gives every token the same bits however it is scheduled (on
+    CPU).
+    """
 
     name = "reference"
 
@@ -70,7 +76,8 @@ class ReferenceAttention:
         window: int | None,
         soft_cap: float | None,
     ) -> tuple[jax.Array, LayerKV]:
-        # All of the step's K and V go in before any of its queries reads: a row may have hit a block of another row.
+        # All of the step's K and V go in before any of its queries reads: a row may have hit a
+        # block of another row.
         k_pool = reference.write_kv(layer_kv[0], k, meta.kv_slots)
         v_pool = reference.write_kv(layer_kv[1], v, meta.kv_slots)
         rows = meta.decode_positions.shape[0]

@@ -1,7 +1,8 @@
 """The few shapes a step can have. |D| + |P| programs, never |D| x |P|.
 
-A step without prompt chunks takes the smallest decode bucket that holds its rows. A step with prompt chunks takes
-the largest decode bucket and the smallest prefill bucket that holds their tokens.
+A step without prompt chunks takes the smallest decode bucket that holds its rows. A step with
+prompt chunks takes the largest decode bucket and the smallest prefill bucket that holds their
+tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """`rows` sequences (decode rows, or rows of prompt chunks), `tokens` prompt tokens beside them."""
+    """`rows` sequences (decoding, or with a prompt chunk) and `tokens` prompt tokens."""
 
     rows: int
     tokens: int
@@ -65,7 +66,8 @@ def choose_buckets(
 ) -> Buckets:
     """Buckets that end at exactly the two limits (rounded up to a multiple of 8).
 
-    Given ones are taken as they are, rounded the same way. Raises `ConfigError` if the last is not the limit.
+    Given ones are taken as they are, rounded the same way. Raises `ConfigError` if the last is not
+    the limit.
     """
     last_rows = round_up(max_num_seqs, ROW_MULTIPLE)
     last_tokens = round_up(max_num_batched_tokens, ROW_MULTIPLE)

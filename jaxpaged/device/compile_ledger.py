@@ -16,7 +16,9 @@ _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 @dataclass(frozen=True, slots=True)
 class CompileRecord:
-    """One program: its name, the milliseconds of tracing and compiling, and whether the cache had it."""
+    """One program: its name, the milliseconds of tracing and compiling, and whether the cache had
+    it.
+    """
 
     program: str
     milliseconds: float
@@ -26,7 +28,9 @@ class CompileRecord:
 
 @dataclass(slots=True)
 class CompileLedger:
-    """Counts traces: functions under jit call `traced` while they are traced, which happens once per program."""
+    """Counts traces: functions under jit call `traced` while they are traced, which happens once
+    per program.
+    """
 
     records: list[CompileRecord] = field(default_factory=list)
     warm: bool = False
@@ -46,7 +50,8 @@ class CompileLedger:
             if event == _CACHE_HIT_EVENT:
                 hits.append(event)
 
-        # After warm-up the listener is left out: it is for the record only, and each call would pay for it.
+        # After warm-up the listener is left out: it is for the record only, and each call would pay
+        # for it.
         if not self.warm:
             monitoring.register_event_listener(listen)
         try:

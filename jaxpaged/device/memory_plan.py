@@ -24,7 +24,9 @@ MARGIN_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The outcome: blocks (null block included), the context length they allow, and the lines that explain it."""
+    """The outcome: blocks (null block included), the context length they allow, and the lines that
+    explain it.
+    """
 
     num_blocks: int
     max_model_len: int
@@ -63,8 +65,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Decide num_blocks and max_model_len.
 
-    Raises `ConfigError` when nothing is left for KV, or when a max_model_len that was asked for does not fit; the
-    message names the largest that would.
+    Raises `ConfigError` when nothing is left for KV, or when a max_model_len that was asked for
+    does not fit; the message names the largest that would.
     """
     per_block = block_bytes(model, config.block_size, dtype)
     wanted_len = _wanted_length(config, model)
@@ -107,8 +109,9 @@ def plan_memory(
 
 
 def round_blocks(blocks: int) -> int:
-    """Down to a multiple of 1/64 of its leading power of two, so that a restart with a slightly different budget meets
-    the same pool shape and finds its programs in the compilation cache."""
+    """Down to a multiple of 1/64 of its leading power of two, so that a restart with a slightly
+    different budget meets the same pool shape and finds its programs in the compilation cache.
+    """
     if blocks < 64:
         return blocks
     step = max(1, 1 << (blocks.bit_length() - 1 - 6))
@@ -127,9 +130,7 @@ def _wanted_length(config: EngineConfig, model: ModelConfig) -> int:
     return asked
 
 
-def _kv_budget(
-    config: EngineConfig, inputs: MemoryInputs
-) -> tuple[int, list[tuple[str, str]]]:
+def _kv_budget(config: EngineConfig, inputs: MemoryInputs) -> tuple[int, list[tuple[str, str]]]:
     if config.kv_cache_memory_bytes is not None:
         budget = int(config.kv_cache_memory_bytes)
         return budget, [("KV budget", f"{_gib(budget)} (kv_cache_memory_bytes)")]
@@ -162,9 +163,9 @@ def _fit_length(config: EngineConfig, wanted: int, usable: int, per_block: int) 
         needed = -(-wanted // config.block_size)
         raise ConfigError(
             f"max_model_len={wanted} needs {needed} KV blocks ({_gib(needed * per_block)}), and "
-            f"{usable} are usable ({_gib(usable * per_block)}). The largest max_model_len that fits "
-            f"is {largest}; lower it, or raise gpu_memory_utilization, kv_cache_memory_bytes or "
-            "num_gpu_blocks_override."
+            f"{usable} are usable ({_gib(usable * per_block)}). The largest max_model_len that "
+            f"fits is {largest}; lower it, or raise gpu_memory_utilization, kv_cache_memory_bytes "
+            "or num_gpu_blocks_override."
         )
     return largest
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -37,14 +38,19 @@ class LoadedModel:
 
 
 def choose_dtype(config: EngineConfig, source: ModelSource, platform: str) -> jnp.dtype:
-    """`dtype`, or for "auto": the checkpoint's 16-bit type on accelerators; on CPU bfloat16 where the processor
-    multiplies it in hardware, else float32. A checkpoint in float32 becomes bfloat16 on accelerators, as in vLLM."""
+    """`dtype`, or for "auto": the checkpoint's 16-bit type on accelerators; on CPU bfloat16 where
+    the processor multiplies it in hardware, else float32. A checkpoint in float32 becomes bfloat16
+    on accelerators, as in vLLM.
+    """
     if config.dtype != "auto":
-        return jnp.dtype(config.dtype)
+        chosen: jnp.dtype = np.dtype(getattr(jnp, config.dtype))
+        return chosen
     if platform == "cpu":
-        return jnp.dtype(jnp.bfloat16 if _cpu_multiplies_bf16() else jnp.float32)
+        native: jnp.dtype = np.dtype(jnp.bfloat16 if _cpu_multiplies_bf16() else np.float32)
+        return native
     name = source.dtype_name
-    return jnp.dtype(name if name in ("float16", "bfloat16") else "bfloat16")
+    checkpoint: jnp.dtype = np.dtype(np.float16 if name == "float16" else jnp.bfloat16)
+    return checkpoint
 
 
 def _cpu_multiplies_bf16() -> bool:

@@ -1,7 +1,8 @@
 """One step's host data as two flat arrays, and back into fields inside the program.
 
-One int32 and one float32 array cross to the device each step. They are made afresh every time and never written after
-launch: JAX may alias host memory, and a reused buffer would change under a step that is still queued.
+One int32 and one float32 array cross to the device each step. They are made afresh every time and
+never written after launch: JAX may alias host memory, and a reused buffer would change under a step
+that is still queued.
 
 Legend: `R` rows, `P` prompt tokens, `NT` tiles, `M` block-table width.
 """
@@ -105,8 +106,9 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """Arrays to launch. `order[i]` is the row of the program for scheduled row i; `prompt_start[i]` the offset of its
-    first token among the prompt tokens, or -1 for a decode row."""
+    """Arrays to launch. `order[i]` is the row of the program for scheduled row i; `prompt_start[i]`
+    the offset of its first token among the prompt tokens, or -1 for a decode row.
+    """
 
     layout: Layout
     ints: IntArray
@@ -116,7 +118,9 @@ class PackedStep:
 
 
 def is_decode(row: ScheduledRow, request: RowRequest) -> bool:
-    """One token, and no prompt logprob wanted at it: then it takes a decode row, whatever phase it is in."""
+    """One token, and no prompt logprob wanted at it: then it takes a decode row, whatever phase it
+    is in.
+    """
     if row.num_tokens != 1:
         return False
     return not (request.wants_prompt_logprobs and row.start + 1 < row.request.num_prompt_tokens)
@@ -125,8 +129,10 @@ def is_decode(row: ScheduledRow, request: RowRequest) -> bool:
 def pack(
     rows: Sequence[ScheduledRow], requests: Sequence[RowRequest], layout: Layout, num_slots: int
 ) -> PackedStep:
-    """Fill the arrays of one step. Decode rows come first, longest context first (rows of a group cost what its longest
-    does), then the rows of prompt chunks; everything else is padding that computes and never writes."""
+    """Fill the arrays of one step. Decode rows come first, longest context first (rows of a group
+    cost what its longest does), then the rows of prompt chunks; everything else is padding that
+    computes and never writes.
+    """
     ints = np.zeros(layout.num_ints, np.int32)
     floats = np.zeros(layout.num_floats, np.float32)
     f = layout.split(ints)

@@ -44,7 +44,7 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Host results. `samples` rows are program rows, `prompt` rows prompt tokens; map by `packed`."""
+    """Host results. `samples` has program rows, `prompt` prompt tokens; `packed` maps them."""
 
     packed: PackedStep
     samples: HostSamples
@@ -85,9 +85,7 @@ class Runner:
     # ------------------------------------------------------------------ state
 
     def _new_state(self) -> EngineState:
-        pools = make_pools(
-            self._model, self.num_blocks, self._block_size, self._dtype, self._mesh
-        )
+        pools = make_pools(self._model, self.num_blocks, self._block_size, self._dtype, self._mesh)
         make_slots = jax.jit(
             partial(empty_slot_state, self.max_num_seqs, self.max_model_len),
             out_shardings=self._replicated,
@@ -97,7 +95,7 @@ class Runner:
     @property
     def state_shardings(self) -> EngineState:
         pool = named_sharding(self._mesh, POOL_AXES)
-        slots = {name: self._replicated for name in SlotState.__dataclass_fields__}
+        slots = dict.fromkeys(SlotState.__dataclass_fields__, self._replicated)
         kv = [(pool, pool)] * self._model.num_layers
         return EngineState(kv, SlotState(**slots))  # type: ignore[arg-type]
 
@@ -194,9 +192,11 @@ def step_temporaries(
     max_num_seqs: int,
     max_model_len: int,
 ) -> int:
-    """Bytes of temporaries of the largest program, from XLA's own analysis of a compile with a pool of two blocks.
+    """Bytes of temporaries of the largest program, from XLA's own analysis of a compile with a pool
+    of two blocks.
 
-    Nothing is allocated: the program is lowered from shapes. (XLA's peak_memory is no use here; temp is.)
+    Nothing is allocated: the program is lowered from shapes. (XLA's peak_memory is no use here;
+    temp is.)
     """
     backend, _ = choose_backend(config.attention_backend, loaded.config, config.block_size)
     layout = Layout(
@@ -218,7 +218,8 @@ def step_temporaries(
     ints = jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32)
     floats = jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32)
     compiled = step.lower(loaded.weights, state, ints, floats, layout).compile()
-    return int(compiled.memory_analysis().temp_size_in_bytes)
+    analysis = compiled.memory_analysis()
+    return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
 
 def _jit_step(

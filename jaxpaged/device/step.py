@@ -35,7 +35,9 @@ class EngineState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """`samples` i32 [R, 4 + 2K] (see `sampler.unpack`); `prompt` i32 [P, 4 + 2K], read only when wanted."""
+    """`samples` i32 [R, 4 + 2K] (see `sampler.unpack`); `prompt` i32 [P, 4 + 2K], read only when
+    wanted.
+    """
 
     samples: jax.Array
     prompt: jax.Array
@@ -44,7 +46,9 @@ class StepOutput:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weights:
-    """Flat leaves of the model: one list a layer, so that one traced layer serves all, and the rest."""
+    """Flat leaves of the model: one list a layer, so that one traced layer serves all, and the
+    rest.
+    """
 
     layers: list[list[jax.Array]]
     rest: list[jax.Array]
@@ -93,8 +97,10 @@ class ModelParts:
 
 
 def take_apart(model_class: type[CausalLM], config: ModelConfig, dtype: jnp.dtype) -> ModelParts:
-    """Build the modules abstractly (nothing is allocated) and split them once: NNX objects in the call of a step would
-    cost milliseconds; inside the program they are put together again while tracing."""
+    """Build the modules abstractly (nothing is allocated) and split them once: NNX objects in the
+    call of a step would cost milliseconds; inside the program they are put together again while
+    tracing.
+    """
     model = nnx.eval_shape(lambda: model_class(config, dtype))
     layers = [_part(layer, f"layers.{i}.") for i, layer in enumerate(model.layers)]
     model.layers = nnx.List([])
@@ -151,7 +157,9 @@ def make_step(parts: ModelParts, backend: AttentionBackend, settings: StepSettin
 def _layer_functions(
     layers: list[Part], backend: AttentionBackend
 ) -> list[Callable[..., tuple[jax.Array, LayerKV]]]:
-    """One jitted function per kind of layer: jit inside jit, so that equal layers are traced and compiled as one call."""
+    """One jitted function per kind of layer: jit inside jit, so that equal layers are traced and
+    compiled as one call.
+    """
     made: dict[Any, Callable[..., tuple[jax.Array, LayerKV]]] = {}
     functions = []
     for part in layers:
@@ -197,7 +205,8 @@ def _token_fields(
     column = jnp.maximum(position, 0) // block_size
     block = tables.at[row_of, column].get(mode="clip")
     kv_slots = jnp.where(position < 0, num_pool_slots, block * block_size + position % block_size)
-    # Padding tokens get slots beyond the pool, all different, so that the scatter may count on unique ones.
+    # Padding tokens get slots beyond the pool, all different, so that the scatter may count on
+    # unique ones.
     spread = num_pool_slots + lax.iota(jnp.int32, position.shape[0])
     meta = AttentionMeta(
         kv_slots=jnp.where(position < 0, spread, kv_slots),
@@ -221,7 +230,9 @@ def _pick(values: jax.Array, index: jax.Array) -> jax.Array:
 def _prompt_logprobs(
     model: CausalLM, x: jax.Array, targets: jax.Array, settings: StepSettings
 ) -> jax.Array:
-    """i32 [P, 4 + 2K] for the tokens that have a target; computed a few rows at a time and only where wanted."""
+    """i32 [P, 4 + 2K] for the tokens that have a target; computed a few rows at a time and only
+    where wanted.
+    """
     width = 4 + 2 * settings.max_logprobs
     total = targets.shape[0]
     out = jnp.zeros((total, width), jnp.int32)
@@ -242,10 +253,9 @@ def _prompt_logprobs(
                 valid_vocab=settings.valid_vocab,
             ).packed
 
-        chunk = lax.cond(
-            jnp.any(wanted >= 0), compute, lambda: jnp.zeros((rows, width), jnp.int32)
-        )
+        chunk = lax.cond(jnp.any(wanted >= 0), compute, lambda: jnp.zeros((rows, width), jnp.int32))
         return lax.dynamic_update_slice_in_dim(out, chunk, index * rows, 0)
 
     last = jnp.max(jnp.where(targets >= 0, lax.iota(jnp.int32, total), -1))
-    return lax.fori_loop(0, (last + rows) // rows, one_chunk, out)
+    scored: jax.Array = lax.fori_loop(0, (last + rows) // rows, one_chunk, out)
+    return scored

@@ -31,8 +31,9 @@ HostArray = npt.NDArray[np.generic]
 class ParamSource:
     """The checkpoint tensors that make one parameter.
 
-    `join`: None takes one tensor as it is, "stack" stacks several on a new first axis, "qkv" interleaves the three
-    projections into [K, G + 2, H, E]. `axes` are the parameter's logical axes; None is replicated.
+    `join`: None takes one tensor as it is, "stack" stacks several on a new first axis, "qkv"
+    interleaves the three projections into [K, G + 2, H, E]. `axes` are the parameter's logical
+    axes; None is replicated.
     """
 
     names: tuple[str, ...]

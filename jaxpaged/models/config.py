@@ -88,7 +88,7 @@ class ConfigReader:
             )
 
     def rope(self) -> RopeConfig:
-        """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta`/`rope_scaling`."""
+        """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (older)."""
         new = self.fields.get("rope_parameters")
         scaling = dict(new if new is not None else self.fields.get("rope_scaling") or {})
         theta = scaling.get("rope_theta")
@@ -122,7 +122,8 @@ class ConfigReader:
                 ),
             )
         raise UnsupportedModelError(
-            f"{self.where}: rope_type {kind!r} is not supported; supported: default, linear, llama3."
+            f"{self.where}: rope_type {kind!r} is not supported; supported: default, linear, "
+            "llama3."
         )
 
     def head_dim(self, hidden: int, heads: int) -> int:

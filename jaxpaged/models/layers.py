@@ -1,9 +1,10 @@
 """Layers that the model families share, in Flax NNX.
 
-Legend: `T` tokens of a step (all sequences side by side), `E` hidden size, `K` KV heads, `G` query heads per KV
-head, `H` head_dim, `I` MLP width, `V` vocabulary. Weights are stored [out, in] and contracted on the last axis, the
-layout of Hugging Face checkpoints and the one XLA:CPU multiplies fastest. Every matmul accumulates in float32 and
-rounds once; the residual stream and all elementwise work stay in float32.
+Legend: `T` tokens of a step (all sequences side by side), `E` hidden size, `K` KV heads, `G` query
+heads per KV head, `H` head_dim, `I` MLP width, `V` vocabulary. Weights are stored [out, in] and
+contracted on the last axis, the layout of Hugging Face checkpoints and the one XLA:CPU multiplies
+fastest. Every matmul accumulates in float32 and rounds once; the residual stream and all
+elementwise work stay in float32.
 """
 
 from __future__ import annotations
@@ -54,14 +55,15 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def mean_of_squares(x: jax.Array) -> jax.Array:
-    """f32 [T, E] -> [T, 1], as a matmul with ones: XLA:CPU sums `reduce` in an order that depends on T,
-    and a token's bits must not depend on what it is batched with."""
+    """f32 [T, E] -> [T, 1], as a matmul with ones: XLA:CPU sums `reduce` in an order that depends
+    on T, and a token's bits must not depend on what it is batched with.
+    """
     ones = jnp.ones((8, x.shape[-1]), jnp.float32)
     return matmul(x * x, ones)[:, :1] / x.shape[-1]
 
 
 def param(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[jax.Array]:
-    """A parameter of this shape. Modules are built under `nnx.eval_shape`, so nothing is allocated."""
+    """A parameter. Modules are built under `nnx.eval_shape`, so nothing is allocated."""
     return nnx.Param(jnp.zeros(shape, dtype))
 
 
@@ -93,8 +95,8 @@ class GatedMLP(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions over a paged KV cache.
 
-    `qkv` is [K, G + 2, H, E]: the query heads of a group, then its K and its V, so that sharding over KV heads never
-    cuts across a group.
+    `qkv` is [K, G + 2, H, E]: the query heads of a group, then its K and its V, so that sharding
+    over KV heads never cuts across a group.
     """
 
     def __init__(
@@ -133,7 +135,9 @@ class Attention(nnx.Module):
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float32]:
-    """f32 [H / 2] radians per position. llama3 scaling: the Llama 3.1 release's rule, as transformers does it."""
+    """f32 [H / 2] radians per position. llama3 scaling: the Llama 3.1 release's rule, as
+    transformers does it.
+    """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     freqs = (np.float32(1.0) / np.float32(rope.theta) ** exponents).astype(np.float32)
     if rope.kind == "linear":

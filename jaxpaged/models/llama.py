@@ -18,7 +18,9 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
 def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> ModelConfig:
-    """Raises `ModelLoadError` for missing or impossible values, `UnsupportedModelError` for others' maths."""
+    """Raises `ModelLoadError` for missing or impossible values, `UnsupportedModelError` for others'
+    maths.
+    """
     reader = ConfigReader(fields, where)
     reader.require("hidden_act", ("silu",))
     reader.require("attention_bias", (False, None))

@@ -32,9 +32,11 @@ def load_parameters(
     mesh: Mesh,
     progress: Progress,
 ) -> dict[str, jax.Array]:
-    """Read every parameter of `shapes` (path -> shape and dtype). Host memory peaks at one parameter's tensors.
+    """Read every parameter of `shapes` (path -> shape and dtype). Host memory peaks at one
+    parameter's tensors.
 
-    Raises `ModelLoadError` naming the tensors that are missing, left over, of another shape, or not floats.
+    Raises `ModelLoadError` naming the tensors that are missing, left over, of another shape, or not
+    floats.
     """
     sources = model.sources(config)
     _check_names(reader, model, config, sources)
@@ -58,7 +60,9 @@ def dummy_parameters(
     mesh: Mesh,
     seed: int,
 ) -> dict[str, jax.Array]:
-    """Random weights: norms are 1, the rest normal with standard deviation 0.02, the same for one seed."""
+    """Random weights: norms are 1, the rest normal with standard deviation 0.02, the same for one
+    seed.
+    """
     sources = model.sources(config)
     params: dict[str, jax.Array] = {}
     for path, abstract in shapes.items():
@@ -90,7 +94,8 @@ def _check_names(
     missing = sorted(wanted - present)
     if missing:
         raise ModelLoadError(
-            f"The checkpoint lacks {len(missing)} tensors of {config.architecture}: {_some(missing)}."
+            f"The checkpoint lacks {len(missing)} tensors of {config.architecture}: "
+            f"{_some(missing)}."
         )
     extra = sorted(n for n in present - wanted if not model.ignorable(config, n))
     if extra:
@@ -108,8 +113,8 @@ def _check_tensor(reader: TensorReader, name: str, shape: tuple[int, ...]) -> No
     kind = reader.dtype_name(name)
     if kind.startswith(("int", "uint", "bool", "float8")):
         raise ModelLoadError(
-            f"Tensor {name!r} is stored as {kind}; weights must be one of {', '.join(_FLOATS)}, or a "
-            "supported GGUF quantisation."
+            f"Tensor {name!r} is stored as {kind}; weights must be one of "
+            f"{', '.join(_FLOATS)}, or a supported GGUF quantisation."
         )
 
 

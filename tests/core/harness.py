@@ -8,7 +8,7 @@ request that read anything wrong cannot give the expected output.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import ScheduledStep, Scheduler, SchedulerConfig, TokenResult
@@ -128,6 +128,14 @@ class Sim:
             self.turn()
         raise AssertionError(f"no end after {limit} turns")
 
+    def until(self, done: Callable[[], object], limit: int = 1000) -> ScheduledStep | None:
+        """Turn until `done()` holds; the step planned last. Fails if that never happens."""
+        for _ in range(limit):
+            step = self.turn()
+            if done():
+                return step
+        raise AssertionError(f"it did not happen in {limit} turns")
+
     def fail(self, error: str = "device lost") -> list[Request]:
         """Everything launched fails; the pool's contents are gone."""
         steps = [step for step, _ in self.queue]
@@ -180,6 +188,14 @@ class Sim:
                 self.admitted.append(request)
                 self.hits.setdefault(request, []).append(row.start)
             self.computed[request] = self.computed.get(request, 0) + row.num_tokens
+        admitted = [row.admitted for row in step.rows]
+        assert admitted == sorted(admitted), "running requests come first"
+        if any(admitted):
+            served = {row.request for row in step.rows}
+            for request in self.scheduler.running:
+                has_work = request.num_computed_tokens < request.num_tokens_with_inflight
+                if has_work and not request.end_is_in_flight(config.max_model_len):
+                    assert request in served, "it lost its turn to one that waited"
 
     def _run_row(self, row: object) -> int:
         request, start = row.request, row.start  # type: ignore[attr-defined]

@@ -137,6 +137,18 @@ def test_duplicates_the_oldest_is_found_and_each_leaves_alone() -> None:
     pool.check([[1, 2, 3, 4]])
 
 
+def test_when_the_found_block_goes_the_next_oldest_takes_its_place() -> None:
+    pool = BlockPool(6, enable_caching=True)
+    pool.get_new_blocks(5)
+    for block in (4, 2, 5, 1):
+        pool.register(block, name(9))
+    found = []
+    for _ in range(4):
+        found.append(pool.get_cached(name(9)))
+        pool.evict_blocks(found[-1:])  # type: ignore[arg-type]
+    assert found == [4, 2, 5, 1]
+
+
 def test_reset_is_refused_while_a_block_is_held_and_keeps_the_free_order() -> None:
     pool = BlockPool(5, enable_caching=True)
     blocks = pool.get_new_blocks(3)

@@ -138,8 +138,7 @@ def test_by_priority_the_preempted_come_first_among_equals() -> None:
         sim.add(make_request("eager", prompt(8, 90), 3, priority=1, arrival_time=0.5)),
         sim.add(make_request("better", prompt(4, 150), 3, priority=0, arrival_time=9.0)),
     ]
-    while not second.num_preemptions:
-        sim.turn()
+    sim.until(lambda: second.num_preemptions)
     assert list(sim.scheduler.waiting) == [waiting[1], second, waiting[0]]
     sim.run()
     sim.assert_outputs()
@@ -154,8 +153,7 @@ def test_preempting_one_does_not_skip_the_next_in_line() -> None:
         for i, n in enumerate(["b", "c"], start=1)
     ]
     sim.turn()
-    while not a.num_preemptions:
-        step = sim.turn()
+    step = sim.until(lambda: a.num_preemptions)
     assert step is not None
     assert {row.request for row in step.rows} == set(others)
     sim.run()
@@ -174,8 +172,7 @@ def test_admissions_leave_the_watermark_free_but_growth_may_use_it() -> None:
     step = sim.turn()
     assert step is not None
     assert ids(row.request for row in step.rows) == ["first"]  # and third may not overtake
-    while first.num_computed_tokens <= 36:
-        sim.turn()
+    sim.until(lambda: first.num_computed_tokens > 36)
     assert len(first.block_ids) == 10
     sim.run()
     sim.assert_outputs()
@@ -447,8 +444,8 @@ def test_a_preempted_request_with_a_token_in_the_failed_step_ends_too() -> None:
     sim = Sim(make_config(num_blocks=11))
     a = sim.add(make_request("a", prompt(19), 20))
     b = sim.add(make_request("b", prompt(19, 100), 20))
-    while not b.num_preemptions:
-        sim.launch()
+    sim.depth = 100  # read nothing
+    sim.until(lambda: b.num_preemptions)
     assert b.num_inflight > 0
     assert sim.fail() == [a, b]
     sim.assert_outputs(allow_failed=True)

@@ -150,6 +150,6 @@ def test_hashing_is_fast_enough_to_ignore() -> None:
 
 
 def _seconds(tokens: list[int]) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     chain(tokens, 16)
-    return time.perf_counter() - start
+    return time.process_time() - start

@@ -149,7 +149,6 @@ SchedulerMachine.TestCase.settings = settings(
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("profile", "num_blocks"), [("roomy", 400), ("many preemptions", 40)], ids=["roomy", "tight"]
 )

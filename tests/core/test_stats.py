@@ -41,6 +41,7 @@ def test_the_default_window_holds_a_thousand_requests() -> None:
 
 def test_lookups_of_a_step_enter_the_window_with_the_step() -> None:
     stats = SchedulerStats()
+    assert (stats.kv_waste, stats.mean_running) == (0.0, 0.0)
     stats.record_lookup(20, 4, resumed=False)
     stats.record_lookup(20, 12, resumed=False)
     stats.record_lookup(50, 40, resumed=True)
