@@ -86,7 +86,6 @@ class EngineConfig:
     """Most logprobs a request may ask for; -1 is the whole vocabulary."""
     attention_backend: str = "auto"
     """auto or reference."""
-    """Devices that weights and KV heads are split over."""
     enforce_eager: bool = False
     """Skip warm-up; programs are compiled at first use."""
     async_scheduling: bool = True
@@ -180,6 +179,16 @@ def cache_root() -> Path:
     """Folder for compiled programs and fetched data: $JAXPAGED_CACHE_DIR or ~/.cache/jaxpaged."""
     given = os.environ.get("JAXPAGED_CACHE_DIR")
     return Path(given).expanduser() if given else Path.home() / ".cache" / "jaxpaged"
+
+
+def claim_device_memory(utilization: float) -> float:
+    """Let XLA's allocator take this share of an accelerator, and return the share in force.
+
+    $XLA_PYTHON_CLIENT_MEM_FRACTION is only set if the user has not set it, and only counts if
+    JAX has not opened the device yet; the memory plan asks the device what it got.
+    """
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    return float(os.environ.setdefault(name, str(utilization)))
 
 
 def integrity_checks_forced() -> bool:

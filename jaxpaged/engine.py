@@ -141,10 +141,14 @@ class Engine:
         May return an empty list, for example while a long prompt is computed in chunks.
         """
         self._check_open()
-        while len(self._in_flight) < self._depth and self._launch_next():
-            pass
-        if self._in_flight:
-            self._finish_oldest()
+        try:
+            while len(self._in_flight) < self._depth and self._launch_next():
+                pass
+            if self._in_flight:
+                self._finish_oldest()
+        except BaseException as error:  # Ctrl-C, or a fault of ours: leave no step half done
+            self._drop_in_flight(error)
+            raise
         if self._check_integrity:
             self.scheduler.check_integrity()
         return self._report()
@@ -196,9 +200,16 @@ class Engine:
                 and row.epoch == row.request.epoch
             ):
                 assert result.prompt is not None
-                completion.parent.add_prompt_logprobs(
-                    result.prompt, start, row.start, row.num_tokens
-                )
+                status = int(result.prompt.status[start : start + row.num_tokens].max())
+                if status in _ROW_ERRORS:
+                    self._finish(completion, "error", error=_ROW_ERRORS[status])
+                    continue
+                try:
+                    completion.parent.add_prompt_logprobs(
+                        result.prompt, start, row.start, row.num_tokens
+                    )
+                except Exception as error:
+                    self._fail_on_host(completion, error)
         for row, place in zip(step.rows, places, strict=True):
             message = _ROW_ERRORS.get(int(samples.status[place])) if row.samples else None
             if message is not None and row.epoch == row.request.epoch:
@@ -214,8 +225,7 @@ class Engine:
                 elif update.finished:
                     self._ended(completion)
             except Exception as error:  # one request's text must not end the others
-                _log.exception("Request %s failed on the host.", update.request.request_id)
-                self._finish(completion, "error", error=f"{type(error).__name__}: {error}")
+                self._fail_on_host(completion, error)
 
     def _deliver(self, completion: Completion, token: int) -> None:
         core = completion.core
@@ -223,7 +233,7 @@ class Engine:
         matched = completion.append(token, last=ended_by_token)
         if matched is not None:
             if core.is_finished:  # the same token also reached a length cap
-                core.finish_reason, core.stop_reason = "stop", matched
+                self.scheduler.amend_ending(core, "stop", stop_reason=matched)
             else:
                 self.scheduler.finish(core, "stop", stop_reason=matched)
         if core.is_finished:
@@ -239,10 +249,27 @@ class Engine:
 
     def _ended(self, completion: Completion) -> None:
         """A completion has ended in the scheduler: close its text and report it."""
-        matched = completion.close_text()
-        if matched is not None and completion.core.finish_reason == "length":
-            completion.core.finish_reason, completion.core.stop_reason = "stop", matched
+        core = completion.core
         self._changed[completion.parent.request_id] = completion.parent
+        try:
+            matched = completion.close_text()
+        except Exception as error:
+            _log.exception("The text of request %s could not be closed.", core.request_id)
+            if core.error is None:
+                self.scheduler.amend_ending(core, "error", error=_told(error))
+            return
+        if matched is not None and core.finish_reason == "length":
+            self.scheduler.amend_ending(core, "stop", stop_reason=matched)
+
+    def _fail_on_host(self, completion: Completion, error: Exception) -> None:
+        """What the host makes of one request's tokens went wrong: it ends, and nobody else."""
+        core = completion.core
+        _log.error("Request %s failed on the host.", core.request_id, exc_info=error)
+        if core.is_finished:  # the same token also ended it
+            self.scheduler.amend_ending(core, "error", error=_told(error))
+            self._ended(completion)
+        else:
+            self._finish(completion, "error", error=_told(error))
 
     def _report(self) -> list[RequestOutput]:
         outputs = []
@@ -268,8 +295,16 @@ class Engine:
                 self._in_flight.clear()
             else:
                 self._finish_step(entry.step, result)
-        text = f"The step that computed this request failed: {type(error).__name__}: {error}"
+        text = f"The step that computed this request failed: {_told(error)}"
         for core in self.scheduler.fail_steps(failed, text):
+            self._ended(_completion(core))
+        self.runner.reset()
+
+    def _drop_in_flight(self, error: BaseException) -> None:
+        """A step was cut off anywhere: what is on its way is lost, all others are recomputed."""
+        self._in_flight.clear()
+        text = f"The step that computed this request was cut off: {_told(error)}"
+        for core in self.scheduler.fail_steps(list(self.scheduler.in_flight), text):
             self._ended(_completion(core))
         self.runner.reset()
 
@@ -325,3 +360,7 @@ class Engine:
 def _completion(core: Request) -> Completion:
     assert isinstance(core.payload, Completion)
     return core.payload
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

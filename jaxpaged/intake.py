@@ -15,7 +15,7 @@ import numpy as np
 from jaxpaged.completion import Completion, RequestState
 from jaxpaged.core.request import Request
 from jaxpaged.device.packing import RowRequest
-from jaxpaged.device.sampling_state import needs_slot, pack_slot, row_fields
+from jaxpaged.device.sampling_state import SlotValues, needs_slot, pack_slot, row_fields
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.text.bad_words import bad_word_sequences
@@ -77,9 +77,17 @@ class Intake:
             raise InvalidRequestError(
                 f"priority must be an integer, got {priority!r}.", param="priority"
             )
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}; from a "
+                "mapping make one with SamplingParams.from_dict.",
+                param="sampling_params",
+            )
         parsed = self.parse(prompt, cache_salt)
         self._check_length(parsed.token_ids, params)
         self._check_params(params)
+        slot_values = self._slot_values(params)
+        # Last of all, so that a refused request leaves the generator as it was.
         seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
         fields = row_fields(params, seed, vocab_size=self.limits.vocab_size)
         state = RequestState(
@@ -88,15 +96,7 @@ class Intake:
             parsed.token_ids,
             params,
             self.tokenizer,
-            pack_slot(
-                params,
-                sorted({*self.limits.eos_token_ids, *(params.stop_token_ids or ())}),
-                self._bad_words(params),
-                (),
-                self.limits.max_model_len,
-            )
-            if needs_slot(fields)
-            else None,
+            slot_values,
         )
         wants_prompt = params.prompt_logprobs is not None
         if wants_prompt:
@@ -221,10 +221,14 @@ class Intake:
                 param=name,
             )
 
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        if not params.bad_words or self.tokenizer is None:
-            return []
-        return bad_word_sequences(params.bad_words, self.tokenizer)
+    def _slot_values(self, params: SamplingParams) -> SlotValues | None:
+        if not needs_slot(row_fields(params, 0, vocab_size=self.limits.vocab_size)):
+            return None
+        words: list[list[int]] = []
+        if params.bad_words and self.tokenizer is not None:
+            words = bad_word_sequences(params.bad_words, self.tokenizer)
+        stop_ids = sorted({*self.limits.eos_token_ids, *(params.stop_token_ids or ())})
+        return pack_slot(params, stop_ids, words, (), self.limits.max_model_len)
 
     def _completion(self, state: RequestState, index: int, row: RowRequest) -> Completion:
         params, tokenizer = state.params, self.tokenizer
@@ -250,9 +254,9 @@ class Intake:
     ) -> Request:
         params = state.params
         room = self.limits.max_model_len - len(parsed.token_ids)
-        single = params.n == 1
         return Request(
-            state.request_id if single else f"{completion.index}_{state.request_id}",
+            # The index is always there, so that no request's id is that of another's sample.
+            f"{completion.index}_{state.request_id}",
             parsed.token_ids,
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             min_tokens=params.min_tokens,

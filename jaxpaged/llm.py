@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxpaged.config import EngineConfig
@@ -138,6 +139,11 @@ class LLM:
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.default_sampling_params()] * len(prompts)
+        if isinstance(params, str) or not isinstance(params, Sequence):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams or a list of them, got {params!r}.",
+                param="sampling_params",
+            )
         if len(params) != len(prompts):
             raise InvalidRequestError(
                 f"{len(params)} sampling_params were given for {len(prompts)} prompts; give one, "
@@ -189,7 +195,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     items = list(prompts)
-    if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+    integers = (int, np.integer)
+    if items and all(isinstance(i, integers) and not isinstance(i, bool) for i in items):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
 

@@ -10,7 +10,12 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jaxpaged.config import EngineConfig, cache_root, integrity_checks_forced
+from jaxpaged.config import (
+    EngineConfig,
+    cache_root,
+    claim_device_memory,
+    integrity_checks_forced,
+)
 from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
 from jaxpaged.device.attention import choose_backend
 from jaxpaged.device.buckets import Buckets, choose_buckets
@@ -45,6 +50,7 @@ def build_engine(config: EngineConfig) -> Engine:
     """Load the model and start an engine. Raises `ConfigError` or `ModelLoadError` before anything
     is compiled.
     """
+    claim_device_memory(config.gpu_memory_utilization)  # before anything opens the device
     source = resolve_source(config, supported_architectures=supported_architectures())
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source, config)
     use_compile_cache(config)
@@ -113,12 +119,17 @@ def _plan(
     settings: StepSettings,
     num_seqs: int,
 ) -> MemoryPlan:
-    length = loaded.config.max_position
+    asked = config.max_model_len
+    length = asked if isinstance(asked, int) else loaded.config.max_position
     inputs = MemoryInputs(
         weight_bytes=loaded.weight_bytes,
         step_bytes=lambda: step_temporaries(config, loaded, buckets, settings, num_seqs, length),
         slot_bytes=slot_state_bytes(num_seqs, length),
-        device_bytes=device_memory(loaded.mesh.devices.flat[0]),
+        device_bytes=device_memory(
+            loaded.mesh.devices.flat[0],
+            config.gpu_memory_utilization,
+            claim_device_memory(config.gpu_memory_utilization),
+        ),
         host_bytes=host_memory(),
     )
     plan = plan_memory(config, loaded.config, loaded.dtype, num_seqs, inputs)

@@ -142,6 +142,25 @@ class Scheduler:
         counts = self.stats.requests_finished
         counts[reason] = counts.get(reason, 0) + 1
 
+    def amend_ending(
+        self,
+        request: Request,
+        reason: str,
+        *,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Correct how a request has ended, when its last token's text tells more than the token."""
+        assert request.status is RequestStatus.FINISHED and request.finish_reason is not None
+        counts = self.stats.requests_finished
+        counts[request.finish_reason] -= 1
+        if counts[request.finish_reason] == 0:
+            del counts[request.finish_reason]
+        counts[reason] = counts.get(reason, 0) + 1
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        request.error = error
+
     def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
         """Forget all cached prefixes. False, and nothing changed, while requests hold blocks,
         unless `preempt_running`: they go back to waiting, in order, and are recomputed."""

@@ -17,6 +17,8 @@ ROW_MULTIPLE = 8
 _DECODE_GROWTH = 2
 _PREFILL_GROWTH = 4
 _FIRST_PREFILL = 64
+_MOST_SIZES = 4
+"""Of each kind: every size is a program to compile, so ladders to high limits climb faster."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -86,6 +88,8 @@ def _ladder(
             limit = "max_num_seqs" if name == "decode_buckets" else "max_num_batched_tokens"
             raise ConfigError(f"{name}={given!r} must end at {limit} ({last} when rounded to 8).")
         return rounded
+    while first * growth ** (_MOST_SIZES - 1) < last:
+        growth *= 2
     sizes = []
     while first < last:
         sizes.append(first)

@@ -50,10 +50,14 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def device_memory(device: jax.Device) -> int | None:
-    """The limit of the device's allocator in bytes, or None where there is none (CPU)."""
+def device_memory(device: jax.Device, utilization: float, fraction: float) -> int | None:
+    """The device's memory in bytes, or None where JAX does not say (CPU).
+
+    Known is the limit of XLA's allocator, which takes `fraction` of the device. The result is
+    capped so that `utilization` of it stays within that limit.
+    """
     stats = device.memory_stats() if device.platform != "cpu" else None
-    return None if not stats else int(stats["bytes_limit"])
+    return None if not stats else int(stats["bytes_limit"] / max(fraction, utilization))
 
 
 def plan_memory(
@@ -79,12 +83,19 @@ def plan_memory(
         rows += why
         blocks = budget // per_block
         if config.kv_cache_memory_bytes is None:
-            full = max_num_seqs * -(-wanted_len // config.block_size) + 1
-            blocks = min(blocks, full)
-            blocks = blocks if blocks == full else round_blocks(blocks)
+            blocks = round_blocks(blocks)
+            if inputs.device_bytes is None:  # no more of the host's memory than can ever be used
+                full = max_num_seqs * -(-wanted_len // config.block_size) + 1
+                blocks = min(blocks, full)
     limit = max_blocks(model, config.block_size)
     if blocks > limit:
-        rows.append(("KV blocks", f"capped at {limit}: offsets within a layer's pool are 32-bit"))
+        why_not = "offsets within a layer's pool are 32-bit"
+        if config.num_gpu_blocks_override is not None:
+            raise ConfigError(
+                f"num_gpu_blocks_override={blocks} is more than {limit}, the most for this model: "
+                f"{why_not}. Lower it."
+            )
+        rows.append(("KV blocks", f"capped at {limit}: {why_not}"))
         blocks = limit
     usable = blocks - 1
     if usable < 1:
@@ -171,6 +182,6 @@ def _fit_length(config: EngineConfig, wanted: int, usable: int, per_block: int) 
 
 
 def _gib(size: int) -> str:
-    if abs(size) < GIB // 10:
+    if abs(size) < GIB:
         return f"{size / 2**20:.1f} MiB"
     return f"{size / GIB:.2f} GiB"

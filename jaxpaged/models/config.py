@@ -79,6 +79,15 @@ class ConfigReader:
             )
         return float(value)
 
+    def flag(self, key: str) -> bool:
+        """A boolean, false where the config leaves it out."""
+        value = self.fields.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ModelLoadError(
+                f"{self.where}: config {key!r} must be true or false, got {value!r}."
+            )
+        return bool(value)
+
     def require(self, key: str, allowed: tuple[Any, ...]) -> None:
         """Refuse a setting that changes the mathematics in a way that is not implemented."""
         if key in self.fields and self.fields[key] not in allowed:
@@ -89,34 +98,42 @@ class ConfigReader:
 
     def rope(self) -> RopeConfig:
         """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (older)."""
-        new = self.fields.get("rope_parameters")
-        scaling = dict(new if new is not None else self.fields.get("rope_scaling") or {})
-        theta = scaling.get("rope_theta")
-        if theta is None:
-            theta = self.number("rope_theta", 10000.0)
+        key = "rope_scaling" if self.fields.get("rope_parameters") is None else "rope_parameters"
+        scaling = self.fields.get(key) or {}
+        if not isinstance(scaling, Mapping):
+            raise ModelLoadError(f"{self.where}: config {key}={scaling!r} must be a mapping.")
+        theta = self.number("rope_theta", 10000.0)
+        theta = self.number_in(scaling, "rope_theta", theta)
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if not isinstance(kind, str) or any(isinstance(v, Mapping) for v in scaling.values()):
             raise UnsupportedModelError(
                 f"{self.where}: rope settings per layer type are not supported: {scaling!r}."
             )
-        for key in ("partial_rotary_factor",):
-            for fields in (self.fields, scaling):
-                if fields.get(key) not in (None, 1.0):
-                    raise UnsupportedModelError(
-                        f"{self.where}: config {key}={fields[key]!r} is not supported, only 1.0."
-                    )
-        theta = float(theta)
+        for fields in (self.fields, scaling):
+            rotated = fields.get("partial_rotary_factor")
+            if rotated not in (None, 1.0):
+                raise UnsupportedModelError(
+                    f"{self.where}: config partial_rotary_factor={rotated!r} is not supported, "
+                    "only 1.0."
+                )
         if kind == "default":
             return RopeConfig(theta)
         if kind == "linear":
             return RopeConfig(theta, kind, factor=self.number_in(scaling, "factor"))
         if kind == "llama3":
+            low = self.number_in(scaling, "low_freq_factor")
+            high = self.number_in(scaling, "high_freq_factor")
+            if high <= low:
+                raise ModelLoadError(
+                    f"{self.where}: config high_freq_factor={high} must be above "
+                    f"low_freq_factor={low}."
+                )
             return RopeConfig(
                 theta,
                 kind,
                 factor=self.number_in(scaling, "factor"),
-                low_freq_factor=self.number_in(scaling, "low_freq_factor"),
-                high_freq_factor=self.number_in(scaling, "high_freq_factor"),
+                low_freq_factor=low,
+                high_freq_factor=high,
                 original_max_position=int(
                     self.number_in(scaling, "original_max_position_embeddings")
                 ),

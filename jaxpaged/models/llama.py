@@ -15,6 +15,7 @@ from jaxpaged.models.config import ConfigReader, ModelConfig
 from jaxpaged.models.layers import Attend, Attention, GatedMLP, LayerKV, RMSNorm
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+_MISTRAL_WINDOW = 4096
 
 
 def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> ModelConfig:
@@ -36,7 +37,9 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Mod
     head_dim = reader.head_dim(hidden, heads)
     if head_dim % 2:
         raise ModelLoadError(f"{where}: head_dim={head_dim} must be even for rotary positions.")
-    window = fields.get("sliding_window") if architecture.startswith("Mistral") else None
+    window = None
+    if architecture.startswith("Mistral"):  # null is no window, left out is the family's default
+        window = fields.get("sliding_window", _MISTRAL_WINDOW)
     return ModelConfig(
         architecture=architecture,
         vocab_size=reader.integer("vocab_size"),
@@ -49,8 +52,8 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Mod
         norm_eps=reader.number("rms_norm_eps", 1e-6),
         rope=reader.rope(),
         max_position=reader.integer("max_position_embeddings", 2048),
-        tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        sliding_window=None if window is None else reader.integer("sliding_window"),
+        tie_embeddings=reader.flag("tie_word_embeddings"),
+        sliding_window=None if window is None else reader.integer("sliding_window", window),
     )
 
 

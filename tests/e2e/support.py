@@ -1,8 +1,10 @@
-"""Small engines for end-to-end tests, and what of a request's result must not depend on its company."""
+"""Small engines for end-to-end tests, and results in a form that can be compared bit by bit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +12,9 @@ from typing import Any
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.core.plan import ScheduledStep
-from jaxpaged.outputs import LogprobDict, RequestOutput
+from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.engine import Engine
+from jaxpaged.outputs import CompletionOutput, LogprobDict, RequestOutput
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",
@@ -18,21 +22,44 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "decode_buckets": (8,),
     "prefill_buckets": (64,),
-    "max_model_len": 160,
+    "max_model_len": 128,
     "block_size": 4,
-    "num_gpu_blocks_override": 401,
+    "num_gpu_blocks_override": 100,
     "check_integrity": True,
     "disable_progress": True,
 }
 """Two programs. Tests that keep these shapes find them in the session's compilation cache."""
-
-Prompt = Sequence[int]
-Scores = list[tuple[int, float, int | None]]
+LONG: dict[str, Any] = {"max_model_len": 200, "num_gpu_blocks_override": 256}
+"""On top of `SMALL`: contexts of up to four chunks of the reference attention."""
 
 
 def small_llm(model: Path | str, **settings: Any) -> LLM:
     """An engine with two programs; `settings` are fields of `EngineConfig`."""
     return LLM(str(model), **{**SMALL, **settings})
+
+
+def engine_over(llm: LLM, *, async_scheduling: bool = True, **limits: Any) -> Engine:
+    """An engine without history over the programs and the pool of `llm`, which must be idle.
+
+    `limits` replace fields of its `SchedulerConfig`; the pool may become smaller, not larger.
+    """
+    base = llm.engine
+    assert not base.has_unfinished_requests()
+    config = dataclasses.replace(base.scheduler.config, **limits)
+    assert config.num_blocks <= base.scheduler.config.num_blocks
+    assert config.block_size == base.scheduler.config.block_size
+    return Engine(
+        Scheduler(config),
+        base.runner,
+        base.intake,
+        base.default_params,
+        async_scheduling=async_scheduling,
+        check_integrity=True,
+        eager=False,
+    )
+
+
+# ------------------------------------------------------------------ results
 
 
 @dataclass(frozen=True)
@@ -67,43 +94,42 @@ def results(output: RequestOutput) -> list[Result]:
 
 
 def frozen(entries: Sequence[LogprobDict | None]) -> tuple[Any, ...]:
-    return tuple(None if entry is None else tuple(scores(entry)) for entry in entries)
+    """(token, logprob, rank) of each entry, in the order shown."""
+    return tuple(
+        None if entry is None else tuple((t, f.logprob, f.rank) for t, f in entry.items())
+        for entry in entries
+    )
 
 
-def scores(entry: LogprobDict) -> Scores:
-    """(token, logprob, rank) in the order shown."""
-    return [(token, found.logprob, found.rank) for token, found in entry.items()]
+# ------------------------------------------------------------------ running requests
 
 
 @dataclass
 class Watch:
-    """What the scheduler planned while a test ran."""
+    """What the scheduler planned inside a `watched` block."""
 
-    rows: int = 0
     preemptions: int = 0
     resumed_chunks: int = 0
     """Rows that compute a part of what a preemption lost, and draw nothing yet."""
-    steps: list[tuple[int, int]] = field(default_factory=list)
-    """Per step: tokens computed, tokens drawn."""
+    steps: list[tuple[int, int, int]] = field(default_factory=list)
+    """Per step: tokens computed, tokens drawn, prompt chunks that end before their prompt."""
 
 
 @contextmanager
-def watched(llm: LLM) -> Iterator[Watch]:
+def watched(engine: Engine) -> Iterator[Watch]:
     """Check what holds for every step that is planned inside the block, and count."""
     watch = Watch()
-    scheduler = llm.engine.scheduler
+    scheduler = engine.scheduler
     plan = scheduler.schedule
 
     def schedule() -> ScheduledStep | None:
         step = plan()
         if step is not None:
-            check_step(step, llm.config.max_num_batched_tokens or 0)
-            watch.rows += len(step.rows)
+            check_step(step, scheduler.config.max_num_batched_tokens)
             watch.preemptions += len(step.preempted)
-            watch.steps.append((step.num_tokens, sum(row.samples for row in step.rows)))
-            watch.resumed_chunks += sum(
-                not row.samples and row.request.num_output_tokens > 0 for row in step.rows
-            )
+            unfinished = [row for row in step.rows if not row.samples]
+            watch.resumed_chunks += sum(r.request.num_output_tokens > 0 for r in unfinished)
+            watch.steps.append((step.num_tokens, len(step.rows) - len(unfinished), len(unfinished)))
         return step
 
     scheduler.schedule = schedule  # type: ignore[method-assign]
@@ -119,7 +145,7 @@ def check_step(step: ScheduledStep, budget: int) -> None:
     assert 1 <= step.num_tokens <= budget
     for row in step.rows:
         request = row.request
-        # The row's own draw is counted in num_inflight by now.
+        # The row's own draw is counted as in flight by now.
         known = request.num_tokens_with_inflight - row.samples
         end = row.start + row.num_tokens
         assert row.num_tokens >= 1
@@ -128,46 +154,69 @@ def check_step(step: ScheduledStep, budget: int) -> None:
 
 
 def run(
-    llm: LLM,
-    prompts: Sequence[Prompt | Mapping[str, Any]],
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
+    *,
+    order: Sequence[int] | None = None,
+    gaps: Sequence[int] | None = None,
 ) -> list[list[Result]]:
-    """All requests at once; results in the order of the prompts."""
-    given = params if isinstance(params, SamplingParams) else list(params)
-    return [results(o) for o in llm.generate(list(prompts), given, use_tqdm=False)]
+    """All requests; results in the order of the prompts.
 
-
-def run_spread(
-    llm: LLM,
-    prompts: Sequence[Prompt],
-    params: Sequence[SamplingParams],
-    order: Sequence[int],
-    gaps: Sequence[int],
-) -> list[list[Result]]:
-    """Requests arrive in `order`, the i-th after `gaps[i]` more steps; results as for `run`."""
-    engine = llm.engine
+    They arrive in `order`, the i-th to arrive after `gaps[i]` more steps of the engine.
+    """
+    count = len(prompts)
+    given = [params] * count if isinstance(params, SamplingParams) else list(params)
     done: dict[str, list[Result]] = {}
 
     def step() -> None:
         for output in engine.step():
             if output.finished:
+                assert output.request_id not in done
                 done[output.request_id] = results(output)
 
-    for index, gap in zip(order, gaps, strict=True):
-        for _ in range(gap):
+    for place, index in enumerate(order or range(count)):
+        for _ in range(gaps[place] if gaps else 0):
             step()
-        engine.add_request(f"spread-{index}", list(prompts[index]), params[index])
+        engine.add_request(str(index), list(prompts[index]), given[index])
     while engine.has_unfinished_requests():
         step()
-    return [done[f"spread-{index}"] for index in range(len(prompts))]
+    return [done[str(index)] for index in range(count)]
 
 
 def run_alone(
-    llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
 ) -> list[list[Result]]:
     """Each request by itself on an empty cache: what all other ways are compared with."""
+    given = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     found = []
-    for prompt, one in zip(prompts, params, strict=True):
+    for prompt, one in zip(prompts, given, strict=True):
         assert llm.reset_prefix_cache()
-        found += run(llm, [prompt], one)
+        found += run(llm.engine, [prompt], one)
     return found
+
+
+def ids(found: Sequence[Sequence[Result]]) -> list[tuple[int, ...]]:
+    """Token ids of each request's first completion."""
+    return [completions[0].token_ids for completions in found]
+
+
+# ------------------------------------------------------------------ stored references
+
+
+def stored_reference(name: str) -> list[dict[str, Any]]:
+    """Cases that scripts/make_reference.py wrote."""
+    path = Path(__file__).resolve().parent.parent / "data" / f"{name}_reference.json"
+    cases: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    return cases
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One stored case and what the engine says to it."""
+
+    case: dict[str, Any]
+    prompt_token_ids: list[int]
+    output: CompletionOutput
