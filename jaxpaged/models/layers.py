@@ -43,15 +43,20 @@ class Attend(Protocol):
 
 
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[T, E] x [..., E] -> f32 [T, ...]. Inputs are rounded to the weight's type first."""
-    return lax.dot_general(
+    """[T, E] x [..., E] -> f32 [T, ...]. Inputs are rounded to the weight's type first.
+
+    The product is taken with the weight as a matrix. Given more axes, XLA:CPU transposes the whole
+    weight in every call, and gives a token other bits with more than 32 beside it than with fewer.
+    """
+    product = lax.dot_general(
         x.astype(weight.dtype),
-        weight,
-        (((1,), (weight.ndim - 1,)), ((), ())),
+        weight.reshape(-1, weight.shape[-1]),
+        (((1,), (1,)), ((), ())),
         # float32 weights mean float32 products: TF32 would lose 13 bits on GPUs.
         precision="highest" if weight.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
+    return product.reshape(x.shape[0], *weight.shape[:-1])
 
 
 def mean_of_squares(x: jax.Array) -> jax.Array:

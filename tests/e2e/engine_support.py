@@ -2,7 +2,8 @@
 
 Compiling the programs is what costs time, so the tests share one runner: `fresh_engine` puts a new
 scheduler with new limits over it, which gives every test an engine without history, and any pool
-size that is at most the runner's, for nothing.
+size that is at most the runner's, for nothing. One engine uses the runner at a time. What an
+undisturbed engine would give comes from a second runner, so that it can be asked for at any time.
 """
 
 from __future__ import annotations
@@ -73,6 +74,12 @@ def shared_llm() -> LLM:
     return LLM(config=EngineConfig(model=str(model_folder()), **SETTINGS))
 
 
+@functools.cache
+def reference_llm() -> LLM:
+    """The same again, with a pool of its own, to say what is right."""
+    return LLM(config=EngineConfig(model=str(model_folder()), **SETTINGS))
+
+
 def piece(text: str) -> int:
     """The id of one of `PIECES`, or of any other text that is a single token."""
     tokenizer = shared_llm().get_tokenizer()
@@ -82,8 +89,12 @@ def piece(text: str) -> int:
     return found
 
 
+_previous: list[Engine] = []
+
+
 def fresh_engine(
     *,
+    llm: LLM | None = None,
     async_scheduling: bool = True,
     max_model_len: int = MAX_MODEL_LEN,
     tokenizer: bool = True,
@@ -91,11 +102,15 @@ def fresh_engine(
     **scheduler: Any,
 ) -> Engine:
     """An engine without history over the shared runner; `scheduler` are SchedulerConfig fields."""
-    base = shared_llm().engine
+    base = (llm or shared_llm()).engine
+    if llm is None:
+        # The new engine overwrites the pool, so nobody may find their old KV in it.
+        for engine in (base, *_previous):
+            engine.reset_prefix_cache()
     assert scheduler.get("num_blocks", 2) <= NUM_BLOCKS
     config = dataclasses.replace(base.scheduler.config, max_model_len=max_model_len, **scheduler)
     changed = {"max_model_len": max_model_len, "max_num_seqs": config.max_num_seqs}
-    return Engine(
+    engine = Engine(
         Scheduler(config),
         base.runner,
         Intake(
@@ -108,6 +123,9 @@ def fresh_engine(
         check_integrity=True,
         eager=False,
     )
+    if llm is None:
+        _previous[:] = [engine]
+    return engine
 
 
 def assert_idle(engine: Engine) -> None:
@@ -148,7 +166,7 @@ def tokens_of(outputs: Mapping[str, RequestOutput]) -> dict[str, list[list[int]]
 def greedy_tokens(prompt: tuple[int, ...], max_tokens: int = 8) -> list[int]:
     """What an undisturbed engine gives for a prompt alone."""
     params = dataclasses.replace(GREEDY, max_tokens=max_tokens)
-    return run_one(fresh_engine(), list(prompt), params).outputs[0].token_ids
+    return run_one(fresh_engine(llm=reference_llm()), list(prompt), params).outputs[0].token_ids
 
 
 class RunnerProxy:

@@ -24,6 +24,7 @@ from tests.e2e.engine_support import (
     fresh_engine,
     greedy_tokens,
     piece,
+    reference_llm,
     run_one,
     shared_llm,
 )
@@ -190,7 +191,7 @@ def wave_requests() -> dict[str, tuple[list[int], SamplingParams]]:
 @functools.cache
 def calm_results() -> dict[str, RequestOutput]:
     """The same requests where nothing goes wrong and there is room."""
-    engine = fresh_engine()
+    engine = fresh_engine(llm=reference_llm())
     for request_id, (prompt, params) in wave_requests().items():
         engine.add_request(request_id, prompt, params)
     done = drain(engine)

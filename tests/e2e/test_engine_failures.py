@@ -23,6 +23,7 @@ from tests.e2e.engine_support import (
     drain,
     fresh_engine,
     greedy_tokens,
+    reference_llm,
     run_one,
     shared_llm,
 )
@@ -53,7 +54,7 @@ def make_engine(overlap: bool) -> Engine:
 
 @functools.cache
 def undisturbed() -> dict[str, RequestOutput]:
-    engine = make_engine(True)
+    engine = fresh_engine(llm=reference_llm())
     add_all(engine)
     return drain(engine)
 
@@ -361,6 +362,33 @@ def test_an_interrupt_while_results_are_handed_out(monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         drain(engine)
     engine.discard(["gone"])
+    assert_idle(engine)
+    again = run_one(engine, PROMPT, GREEDY)
+    assert again.outputs[0].token_ids == greedy_tokens(tuple(PROMPT))
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("number", [1, 4, 9])
+@pytest.mark.parametrize("method", ["allocate_slots", "register", "get_computed_blocks"])
+def test_an_interrupt_while_planning(
+    method: str, number: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(overlap)
+    original, calls = getattr(engine.scheduler.kv, method), 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number + 1:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(engine.scheduler.kv, method, interrupted)
+    for i in range(12):
+        engine.add_request(str(i), [*PROMPT, 40 + i], GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        drain(engine)
+    engine.discard([str(i) for i in range(12)])
     assert_idle(engine)
     again = run_one(engine, PROMPT, GREEDY)
     assert again.outputs[0].token_ids == greedy_tokens(tuple(PROMPT))

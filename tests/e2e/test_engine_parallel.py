@@ -121,7 +121,10 @@ def test_an_abort_ends_all_samples(steps: int) -> None:
 
 def test_the_prompt_is_scored_once() -> None:
     params = dataclasses.replace(SAMPLED, n=3, prompt_logprobs=2, logprobs=1)
-    output = run_one(fresh_engine(), PROMPT, params)
+    engine = fresh_engine()
+    output = run_one(engine, PROMPT, params)
+    # The other samples take the prompt from the cache.
+    assert engine.stats().prefix_hit_tokens == 2 * 16
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(PROMPT)
     alone = run_one(fresh_engine(), PROMPT, dataclasses.replace(params, n=1))
     assert output.prompt_logprobs == alone.prompt_logprobs
