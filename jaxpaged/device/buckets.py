@@ -15,8 +15,8 @@ from jaxpaged.errors import ConfigError
 ROW_MULTIPLE = 8
 """Rows come in eights: XLA:CPU multiplies single rows 50 times slower, and in other bits."""
 _DECODE_GROWTH = 2
-_PREFILL_GROWTH = 4
-_FIRST_PREFILL = 64
+_PREFILL_GROWTH = 2
+_FIRST_PREFILL = 128
 _MOST_SIZES = 4
 """Of each kind: every size is a program to compile, so ladders to high limits climb faster."""
 

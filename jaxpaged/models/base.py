@@ -31,9 +31,9 @@ HostArray = npt.NDArray[np.generic]
 class ParamSource:
     """The checkpoint tensors that make one parameter.
 
-    `join`: None takes one tensor as it is, "stack" stacks several on a new first axis, "qkv"
-    interleaves the three projections into [K, G + 2, H, E]. `axes` are the parameter's logical
-    axes; None is replicated.
+    `join`: None takes one tensor as it is, "interleave" stacks several matrices on a new second
+    axis, "qkv" interleaves the three projections into [K, G + 2, H, E]. `axes` are the parameter's
+    logical axes; None is replicated.
     """
 
     names: tuple[str, ...]
@@ -44,8 +44,8 @@ class ParamSource:
         """Shapes the tensors must have so that they make a parameter of this shape."""
         if self.join is None:
             return [shape]
-        if self.join == "stack":
-            return [shape[1:]] * len(self.names)
+        if self.join == "interleave":
+            return [(shape[0], *shape[2:])] * len(self.names)
         assert self.join == "qkv", self.join
         kv_heads, slots, dim, hidden = shape
         return [(kv_heads * n * dim, hidden) for n in (slots - 2, 1, 1)]
@@ -53,8 +53,8 @@ class ParamSource:
     def assemble(self, tensors: Sequence[HostArray], shape: tuple[int, ...]) -> HostArray:
         if self.join is None:
             return tensors[0]
-        if self.join == "stack":
-            return np.stack(tensors)
+        if self.join == "interleave":
+            return np.stack(tensors, axis=1)
         kv_heads, _, dim, hidden = shape
         parts = [t.reshape(kv_heads, -1, dim, hidden) for t in tensors]
         return np.concatenate(parts, axis=1)

@@ -86,15 +86,19 @@ class RMSNorm(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one weight [2, I, E]."""
+    """down(silu(gate(x)) * up(x)); gate and up are one weight [I, 2, E].
+
+    In this order a slice of I is a slice of the matrix [2 I, E] that `matmul` sees, so that
+    sharding over I stays local.
+    """
 
     def __init__(self, hidden: int, width: int, dtype: jnp.dtype) -> None:
-        self.gate_up = param((2, width, hidden), dtype)
+        self.gate_up = param((width, 2, hidden), dtype)
         self.down = param((hidden, width), dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate_up = matmul(x, self.gate_up[...])  # [T, 2, I]
-        return matmul(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], self.down[...])
+        gate_up = matmul(x, self.gate_up[...])  # [T, I, 2]
+        return matmul(jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1], self.down[...])
 
 
 class Attention(nnx.Module):

@@ -105,8 +105,8 @@ class LlamaForCausalLM(CausalLM):
             "mlp_norm.weight": ParamSource((prefix + "post_attention_layernorm.weight",)),
             "mlp.gate_up": ParamSource(
                 (prefix + "mlp.gate_proj.weight", prefix + "mlp.up_proj.weight"),
-                join="stack",
-                axes=("gate_up", "mlp", "embed"),
+                join="interleave",
+                axes=("mlp", "gate_up", "embed"),
             ),
             "mlp.down": ParamSource((prefix + "mlp.down_proj.weight",), axes=("embed", "mlp")),
         }

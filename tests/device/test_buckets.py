@@ -19,13 +19,13 @@ def test_round_up(value: int, multiple: int, expected: int) -> None:
 @pytest.mark.parametrize(
     ("seqs", "tokens", "decode", "prefill"),
     [
-        (32, 1024, (8, 16, 32), (64, 256, 1024)),
-        (256, 8192, (8, 32, 128, 256), (64, 512, 4096, 8192)),
-        (64, 4096, (8, 16, 32, 64), (64, 256, 1024, 4096)),
+        (32, 1024, (8, 16, 32), (128, 256, 512, 1024)),
+        (256, 8192, (8, 32, 128, 256), (128, 512, 2048, 8192)),
+        (64, 4096, (8, 16, 32, 64), (128, 512, 2048, 4096)),
         (1, 1, (8,), (8,)),
         (8, 64, (8,), (64,)),
-        (9, 65, (8, 16), (64, 72)),
-        (33, 1001, (8, 16, 32, 40), (64, 256, 1008)),
+        (9, 65, (8, 16), (72,)),
+        (33, 1001, (8, 16, 32, 40), (128, 256, 512, 1008)),
     ],
 )
 def test_ladders_end_at_the_limits(
@@ -63,7 +63,7 @@ def test_every_step_fits_its_shape(seqs: int, tokens: int, data: st.DataObject) 
 
 
 def test_the_number_of_programs_is_a_sum() -> None:
-    assert len(choose_buckets(32, 1024).shapes) == 6
+    assert len(choose_buckets(32, 1024).shapes) == 7
     shapes = choose_buckets(32, 1024).shapes
     assert len(set(shapes)) == len(shapes)
     assert {str(shape) for shape in shapes} == {

@@ -132,7 +132,7 @@ def test_rms_norm() -> None:
 def test_gated_mlp() -> None:
     mlp = GatedMLP(16, 24, F32)
     weights = filled(mlp, 0)
-    gate, up = weights["gate_up"]
+    gate, up = np.unstack(weights["gate_up"], axis=1)
     x = np.random.default_rng(1).standard_normal((8, 16), np.float32)
     opened = x @ gate.T
     expected = (opened / (1 + np.exp(-opened)) * (x @ up.T)) @ weights["down"].T

@@ -74,7 +74,7 @@ def test_each_weight_lands_where_the_layers_read_it() -> None:
         assert (qkv[head // 2, head % 2] == q[head]).all()
     for head in range(2):
         assert (qkv[head, 2] == k[head]).all() and (qkv[head, 3] == v[head]).all()
-    gate, up = params["layers.1.mlp.gate_up"]
+    gate, up = np.unstack(np.asarray(params["layers.1.mlp.gate_up"]), axis=1)
     assert (gate == tensors[f"{layer}mlp.gate_proj.weight"]).all()
     assert (up == tensors[f"{layer}mlp.up_proj.weight"]).all()
     plain = {
@@ -260,7 +260,7 @@ def test_each_parameter_has_one_source_and_fitting_axes(tied: bool) -> None:
     ("source", "shape"),
     [
         (ParamSource(("a",)), (3, 4)),
-        (ParamSource(("a", "b"), join="stack"), (2, 3, 4)),
+        (ParamSource(("a", "b"), join="interleave"), (3, 2, 4)),
         (ParamSource(("q", "k", "v"), join="qkv"), (2, 5, 4, 6)),
         (ParamSource(("q", "k", "v"), join="qkv"), (1, 3, 2, 6)),
     ],

@@ -45,7 +45,7 @@ def test_mlp() -> None:
     config = llama.LlamaConfig(hidden_size=48, intermediate_size=80, num_attention_heads=2)
     theirs = llama.LlamaMLP(config)
     ours = GatedMLP(48, 80, F32)
-    put(ours.gate_up, torch.stack([theirs.gate_proj.weight, theirs.up_proj.weight]))
+    put(ours.gate_up, torch.stack([theirs.gate_proj.weight, theirs.up_proj.weight], dim=1))
     put(ours.down, theirs.down_proj.weight)
     x, tx = inputs(8, 48)
     np.testing.assert_allclose(ours(x), theirs(tx).detach(), rtol=1e-5, atol=1e-6)
