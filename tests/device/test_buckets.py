@@ -68,7 +68,7 @@ def test_the_number_of_programs_is_a_sum() -> None:
     assert len(set(shapes)) == len(shapes)
     assert {str(shape) for shape in shapes} == {
         *("decode[8]", "decode[16]", "decode[32]"),
-        *("prefill[64]", "prefill[256]", "prefill[1024]"),
+        *("prefill[128]", "prefill[256]", "prefill[512]", "prefill[1024]"),
     }
 
 
