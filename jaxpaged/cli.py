@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from jaxpaged import batch, flags, jobs
+from jaxpaged import __version__, batch, flags, jobs
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.sampling_params import SamplingParams
@@ -33,7 +33,8 @@ prompt_logprobs where asked. With --n above 1, "outputs" holds every completion.
 --prompt-file is one of
   {"prompt": "text"}   {"messages": [{"role": "user", "content": "text"}]}
   {"prompt_token_ids": [1, 2, 3]}
-and may add "params": {"max_tokens": 5} (sampling fields of that line) and "cache_salt": "text".
+and may add "params": {"max_tokens": 5} (sampling fields of that line) and, except with
+messages, "cache_salt": "text".
 Sampling defaults come from the model's generation_config where it has one. The word none stands
 for None where a number or a list may be left open, as in --max-tokens none.
 Exit status: 0, 1 when a request failed, 2 for wrong arguments or input, 130 after Ctrl-C.
@@ -65,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxpaged", description="Paged LLM inference for JAX.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"jaxpaged {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     generate = commands.add_parser(
         "generate",

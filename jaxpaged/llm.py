@@ -109,6 +109,11 @@ class LLM:
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        if self.engine.has_unfinished_requests():
+            raise InvalidRequestError(
+                "The engine has unfinished requests, added through llm.engine, whose outputs this "
+                "call would swallow; step them to their end or abort them first."
+            )
         ids: list[str] = []
         done: dict[str, RequestOutput] = {}
         try:

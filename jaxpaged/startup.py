@@ -25,6 +25,7 @@ from jaxpaged.device.memory_plan import (
     device_memory,
     host_memory,
     plan_memory,
+    wanted_length,
 )
 from jaxpaged.device.model_loader import LoadedModel, load_model
 from jaxpaged.device.runner import Runner, step_temporaries
@@ -33,7 +34,7 @@ from jaxpaged.device.step import StepSettings
 from jaxpaged.engine import Engine
 from jaxpaged.errors import ConfigError, InvalidRequestError
 from jaxpaged.intake import Intake, Limits
-from jaxpaged.models.registry import supported_architectures
+from jaxpaged.models.registry import find_model, supported_architectures
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
 from jaxpaged.weights.source import ModelSource, resolve_source
@@ -50,8 +51,10 @@ def build_engine(config: EngineConfig) -> Engine:
     """Load the model and start an engine. Raises `ConfigError` or `ModelLoadError` before anything
     is compiled.
     """
+    _show_log(config)
     claim_device_memory(config.gpu_memory_utilization)  # before anything opens the device
     source = resolve_source(config, supported_architectures=supported_architectures())
+    wanted_length(config, find_model(source.hf_config, str(source.path))[1])  # before the weights
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source, config)
     use_compile_cache(config)
     loaded = load_model(config, source)
@@ -97,6 +100,18 @@ def build_engine(config: EngineConfig) -> Engine:
         check_integrity=config.check_integrity or integrity_checks_forced(),
         eager=config.enforce_eager,
     )
+
+
+def _show_log(config: EngineConfig) -> None:
+    """Show our messages (the memory plan among them) where the program has not set up logging."""
+    logger = logging.getLogger("jaxpaged")
+    if config.disable_progress or logger.hasHandlers():
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
 
 
 def _batch_limits(config: EngineConfig) -> tuple[int, int]:

@@ -11,10 +11,10 @@ Two properties matter more here than speed:
   `CHUNK` tokens that start at absolute multiples of it, in ascending order, with the online softmax
   (Milakov and Gimelshein, 2018); a chunk that is masked whole changes no bit. Decode rows and
   prefill tiles go through one function whose matmuls have between 8 and 32 rows, the range in which
-  XLA:CPU gives a row the same bits whatever stands beside it. Row sums are matmuls with ones for
-  the same reason: XLA:CPU vectorises `reduce` differently for different shapes. The softmax is in
-  base 2 with its running maximum rounded up to a whole number: rescaling is then exact, and it no
-  longer matters whether the compiler fuses a multiplication and an addition into one rounding.
+  XLA:CPU gives a row the same bits whatever stands beside it. Row sums are spelled out for the
+  same reason: XLA:CPU orders a `reduce` differently for different shapes. The softmax is in base 2
+  with its running maximum rounded up to a whole number: rescaling is then exact, and it no longer
+  matters whether the compiler fuses a multiplication and an addition into one rounding.
 """
 
 from __future__ import annotations
@@ -70,10 +70,14 @@ def write_kv(pool: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def _row_sum(x: jax.Array) -> jax.Array:
-    """Sum over the last axis, keepdims, as a matmul (see the module docstring)."""
-    ones = jnp.ones((x.shape[-1], MIN_MATMUL_ROWS), x.dtype)
-    dims = (((x.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(x, ones, dims, precision="highest")[..., :1]
+    """Sum over the last axis (a power of two wide), keepdims, by halves: an order that no compiler
+    changes (see the module docstring).
+    """
+    width = x.shape[-1]
+    while width > 1:
+        width //= 2
+        x = x[..., :width] + x[..., width:]
+    return x
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:

@@ -10,6 +10,12 @@ set -eu
 cd "$(dirname "$0")/.."
 . scripts/venv.sh
 
+case "${1:-}" in
+-h | --help)
+    sed -n '2,9s/^# \{0,1\}//p' "$0"
+    exit 0
+    ;;
+esac
 use_venv ""
 "$VENV/bin/python" scripts/fetch_model.py >&2
 exec "$VENV/bin/python" scripts/quickstart.py "$@"

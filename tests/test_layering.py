@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "batch": BASE | {"llm", "jobs"},
     "cli": COMMAND_SIDE,
     "__init__": COMMAND_SIDE,
+    "__main__": COMMAND_SIDE,
 }
 """Module or subpackage of jaxpaged -> those of jaxpaged that it may import (itself always)."""
 HEAVY = {"jax", "jaxlib", "flax", "orbax", "torch"}

@@ -73,7 +73,7 @@ def plan_memory(
     does not fit; the message names the largest that would.
     """
     per_block = block_bytes(model, config.block_size, dtype)
-    wanted_len = _wanted_length(config, model)
+    wanted_len = wanted_length(config, model)
     rows: list[tuple[str, str]] = [("weights", _gib(inputs.weight_bytes))]
     if config.num_gpu_blocks_override is not None:
         blocks = config.num_gpu_blocks_override
@@ -86,7 +86,9 @@ def plan_memory(
             blocks = round_blocks(blocks)
             if inputs.device_bytes is None:  # no more of the host's memory than can ever be used
                 full = max_num_seqs * -(-wanted_len // config.block_size) + 1
-                blocks = min(blocks, full)
+                if full < blocks:
+                    rows.append(("", f"of which {max_num_seqs} full sequences use {full} blocks"))
+                    blocks = full
     limit = max_blocks(model, config.block_size)
     if blocks > limit:
         why_not = "offsets within a layer's pool are 32-bit"
@@ -129,7 +131,8 @@ def round_blocks(blocks: int) -> int:
     return blocks // step * step
 
 
-def _wanted_length(config: EngineConfig, model: ModelConfig) -> int:
+def wanted_length(config: EngineConfig, model: ModelConfig) -> int:
+    """The context length asked for, or the model's own. Raises `ConfigError` beyond that."""
     asked = config.max_model_len
     if asked is None or asked == "auto":
         return model.max_position
