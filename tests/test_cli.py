@@ -317,3 +317,14 @@ def test_the_script_is_a_door_to_the_command() -> None:
     )
     assert run.stdout.startswith("usage: jaxpaged generate")
     assert "--gpu-memory-utilization" in run.stdout
+
+
+def test_version_and_module() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "jaxpaged", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert run.stdout == f"jaxpaged {jaxpaged.__version__}\n"

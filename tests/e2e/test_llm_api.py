@@ -6,7 +6,10 @@ import dataclasses
 import gc
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import LLM, EngineConfig, RequestOutput, SamplingParams
-from jaxpaged.errors import EngineDeadError, InvalidRequestError
+from jaxpaged.errors import ConfigError, EngineDeadError, InvalidRequestError
 from tests.e2e.engine_support import (
     GREEDY,
     PROMPT,
@@ -411,3 +414,47 @@ def test_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     assert llm.reset_prefix_cache()
     (cold,) = generate(llm, [prompt])
     assert cold.num_cached_tokens == 0
+
+
+# ---------------------------------------------------------------- beside the engine, and its log
+
+
+def test_generate_does_not_swallow_the_requests_of_others() -> None:
+    llm = shared_llm()
+    llm.engine.add_request("mine", PROMPT, GREEDY)
+    with pytest.raises(InvalidRequestError, match="unfinished requests"):
+        llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    finished = []
+    while llm.engine.has_unfinished_requests():
+        finished += [output for output in llm.engine.step() if output.finished]
+    assert [output.request_id for output in finished] == ["mine"]
+    assert ids_of(generate(llm, [PROMPT])) == ids_of(finished)
+
+
+def test_a_length_beyond_the_model_is_refused_before_the_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("jaxpaged.startup.load_model", never)
+    with pytest.raises(ConfigError, match="max_model_len=257 is beyond the model's 256 positions"):
+        make(max_model_len=257)
+
+
+def test_the_memory_plan_is_shown_where_nobody_set_up_logging() -> None:
+    """In a process of its own: pytest has handlers on the root logger."""
+    code = (
+        "import sys; from jaxpaged import LLM; "
+        "LLM(sys.argv[1], max_model_len=64, num_gpu_blocks_override=9, enforce_eager=True)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(model_folder())],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert "Memory plan:" in run.stderr
+    assert "Maximum concurrency for 64 tokens per request: 2.00x" in run.stderr
+    assert run.stdout == ""
