@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
 import math
+import os
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
 
-from jaxpaged.errors import InvalidRequestError
+from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.jobs import InputError, Job
 from jaxpaged.outputs import CompletionOutput, EngineStats, LogprobDict, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
@@ -17,30 +24,56 @@ if TYPE_CHECKING:  # at run time this module is loaded before jax may be
     from jaxpaged.llm import LLM
 
 
+class OutputError(JaxpagedError, OSError):
+    """Results could not be written."""
+
+
 def run_jobs(
-    llm: LLM, jobs: Sequence[Job], params: Mapping[str, Any], *, use_tqdm: bool
+    llm: LLM,
+    jobs: Sequence[Job],
+    params: Mapping[str, Any],
+    *,
+    use_tqdm: bool,
+    on_finished: Callable[[int, RequestOutput], None],
 ) -> list[RequestOutput]:
-    """Run all jobs and return their outputs in the order of `jobs`.
+    """Run all jobs together and return their outputs in the order of `jobs`.
 
     `params` are the sampling fields of the whole run. A job's own fields win over them, and both
-    over the defaults that come with the model. Raises `InputError` for a combination of the
-    three that is invalid, before anything runs.
+    over the defaults that come with the model. `on_finished` gets each output, with its place in
+    `jobs`, as soon as it is complete. Raises `InputError`, which names the job, before anything
+    runs: for sampling fields that contradict each other, a conversation that cannot be rendered,
+    and a prompt that the model cannot take.
     """
     defaults = llm.default_sampling_params()
     sampling = [_merge(defaults, params, job) for job in jobs]
-    outputs: dict[int, RequestOutput] = {}
-    plain = [i for i, job in enumerate(jobs) if job.messages is None]
-    if plain:
-        results = llm.generate(
-            [_prompt(jobs[i]) for i in plain], [sampling[i] for i in plain], use_tqdm=use_tqdm
+    prompts: list[dict[str, Any]] = []
+    rendered: dict[int, str] = {}
+    for place, job in enumerate(jobs):
+        prompt = _prompt(job)
+        if job.messages is not None:
+            try:
+                rendered[place], prompt["prompt_token_ids"] = llm.render_chat(job.messages)
+            except InvalidRequestError as error:
+                raise InputError(f"{job.where}: {error}") from error
+        prompts.append(prompt)
+
+    def finished(place: int, output: RequestOutput) -> None:
+        output.prompt = rendered.get(place, output.prompt)
+        on_finished(place, output)
+
+    try:
+        return llm.generate(
+            prompts,
+            sampling,
+            use_tqdm=use_tqdm,
+            priority=[job.priority for job in jobs],
+            on_finished=finished,
         )
-        outputs.update(zip(plain, results, strict=True))
-    chats = [i for i, job in enumerate(jobs) if job.messages is not None]
-    if chats:
-        conversations = [list(jobs[i].messages or ()) for i in chats]
-        results = llm.chat(conversations, [sampling[i] for i in chats], use_tqdm=use_tqdm)
-        outputs.update(zip(chats, results, strict=True))
-    return [outputs[i] for i in range(len(jobs))]
+    except InvalidRequestError as error:
+        if error.index is None:
+            raise
+        reason = str(error).removeprefix(f"prompt {error.index}: ")
+        raise InputError(f"{jobs[error.index].where}: {reason}") from error
 
 
 def _merge(defaults: SamplingParams, params: Mapping[str, Any], job: Job) -> SamplingParams:
@@ -50,13 +83,96 @@ def _merge(defaults: SamplingParams, params: Mapping[str, Any], job: Job) -> Sam
         raise InputError(f"{job.where}, with the model's defaults: {error}") from error
 
 
-def _prompt(job: Job) -> str | dict[str, Any]:
-    """The job's prompt in a form that `LLM.generate` takes."""
-    if job.cache_salt is None and job.prompt is not None:
-        return job.prompt
-    prompt: dict[str, Any] = {"prompt": job.prompt, "prompt_token_ids": job.prompt_token_ids}
-    prompt["cache_salt"] = job.cache_salt
+def _prompt(job: Job) -> dict[str, Any]:
+    """The job's prompt as `LLM.generate` takes it; that of a conversation has no tokens yet."""
+    prompt = {
+        "prompt": job.prompt,
+        "prompt_token_ids": job.prompt_token_ids,
+        "cache_salt": job.cache_salt,
+    }
     return {key: value for key, value in prompt.items() if value is not None}
+
+
+class ResultWriter:
+    """Writes results as JSON lines in the order of the jobs, each as soon as all before it are in.
+
+    `path` is a file, or None for standard output. The file is opened, and emptied, for the first
+    line: a run that yields nothing leaves an older file as it was. Every line is flushed, so that
+    a run that ends early keeps what it wrote. Use it as a context manager. Raises `OutputError`,
+    or `BrokenPipeError` where the reader of standard output left.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._waiting: dict[int, RequestOutput] = {}
+        self.written = 0
+        """Lines written."""
+
+    def add(self, place: int, output: RequestOutput) -> None:
+        """Take the finished output of the job at `place`."""
+        self._waiting[place] = output
+        while self.written in self._waiting:
+            result = record(self.written, self._waiting.pop(self.written))
+            self._write(json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n")
+            self.written += 1
+
+    def _write(self, line: str) -> None:
+        try:
+            if self._file is None:
+                self._file = self._open()
+            with _progress_bars_aside(self._file):
+                self._file.write(line)
+                self._file.flush()
+        except OSError as error:
+            self._give_up()
+            if self._path is None and isinstance(error, BrokenPipeError):
+                raise
+            name = "standard output" if self._path is None else f"--out {self._path}"
+            reason = error.strerror or str(error)
+            raise OutputError(f"{name}: {reason}; {self.written} results were written.") from error
+
+    def _open(self) -> TextIO:
+        if self._path is not None:
+            return Path(self._path).open("w", encoding="utf-8")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8, whatever the locale says
+        return sys.stdout
+
+    def _give_up(self) -> None:
+        """Drop what could not be written: closing and Python's exit would try it again, and fail
+        again.
+        """
+        if self._path is None:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
+        elif self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+
+    def __enter__(self) -> ResultWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._path is not None and self._file is not None:
+            self._file.close()
+
+
+def _progress_bars_aside(file: TextIO) -> AbstractContextManager[None]:
+    """Takes progress bars off the terminal while a line is written to it."""
+    if not file.isatty():
+        return nullcontext()
+    from tqdm import tqdm
+
+    bars: AbstractContextManager[None] = tqdm.external_write_mode()
+    return bars
 
 
 def record(index: int, output: RequestOutput) -> dict[str, Any]:

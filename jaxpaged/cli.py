@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import io
-import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from jaxpaged import __version__, batch, flags, jobs
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.sampling_params import SamplingParams
 
-EXIT_REQUEST_FAILED = 1
+EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
@@ -29,37 +26,41 @@ SAMPLING_CLASHES = {"seed": "sampling"}
 GENERATE_EPILOG = """\
 Results are JSON lines in the order of the prompts: index, prompt (as the model saw it), text,
 token_ids, finish_reason, stop_reason, num_prompt_tokens, num_cached_tokens, and logprobs and
-prompt_logprobs where asked. With --n above 1, "outputs" holds every completion. A line of
+prompt_logprobs where asked. With --n above 1, "outputs" holds every completion. A result is
+written as soon as it and all before it are there; a run that ends early keeps them. A line of
 --prompt-file is one of
   {"prompt": "text"}   {"messages": [{"role": "user", "content": "text"}]}
   {"prompt_token_ids": [1, 2, 3]}
-and may add "params": {"max_tokens": 5} (sampling fields of that line) and, except with
-messages, "cache_salt": "text".
+and may add "params": {"max_tokens": 5} (sampling fields of that line), "cache_salt": "text" and
+"priority": 1 (smaller is sooner, with --scheduling-policy priority).
 Sampling defaults come from the model's generation_config where it has one. The word none stands
-for None where a number or a list may be left open, as in --max-tokens none.
-Exit status: 0, 1 when a request failed, 2 for wrong arguments or input, 130 after Ctrl-C.
+for None in every field that may be None, as in --max-tokens none.
+Exit status: 0, 1 when a request failed or results could not be written, 2 for wrong arguments or
+input, 130 after Ctrl-C.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. `argv` is without the program's name. Returns the exit status."""
+    if sys.stderr is None:  # closed by 2>&-; messages and progress then go nowhere
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     args = build_parser().parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     logging.getLogger("jaxpaged").setLevel(logging.INFO)
     try:
         status: int = args.command(args)
-        sys.stdout.flush()
         return status
+    except batch.OutputError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_FAILED
     except JaxpagedError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader left (| head). Python would flush stdout again at exit, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_REQUEST_FAILED
+    except BrokenPipeError:  # the reader left (| head)
+        return EXIT_FAILED
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -120,29 +121,29 @@ def run_generate(args: argparse.Namespace) -> int:
     from jaxpaged import LLM  # imports jax, which takes a second: only once all else is right
 
     settings.pop("model", None)
-    with LLM(config.model, **settings) as llm:
+    with LLM(config.model, **settings) as llm, batch.ResultWriter(args.out) as results:
         start = time.perf_counter()
-        outputs = batch.run_jobs(llm, work, params, use_tqdm=not config.disable_progress)
+        outputs = batch.run_jobs(
+            llm,
+            work,
+            params,
+            use_tqdm=not config.disable_progress,
+            on_finished=results.add,
+        )
         seconds = time.perf_counter() - start
         stats = llm.stats()
-    with _sink(args.out) as sink:
-        for index, output in enumerate(outputs):
-            line = json.dumps(batch.record(index, output), ensure_ascii=False, allow_nan=False)
-            sink.write(line + "\n")
     sys.stderr.write(batch.summary(outputs, stats, seconds) + "\n")
     failed = any(c.finish_reason == "error" for output in outputs for c in output.outputs)
-    return EXIT_REQUEST_FAILED if failed else 0
+    return EXIT_FAILED if failed else 0
 
 
 def _read_jobs(args: argparse.Namespace, params: dict[str, Any]) -> list[jobs.Job]:
     if args.prompt is not None:
         return jobs.jobs_from_texts(args.prompt, chat=args.chat)
     if args.prompt_file is None:
-        if sys.stdin.isatty():
-            sys.stderr.write("Reading prompts, one a line; Ctrl-D ends them.\n")
-        return jobs.jobs_from_lines(sys.stdin.buffer.read(), chat=args.chat)
+        return jobs.jobs_from_lines(_read_stdin(), chat=args.chat)
     if args.prompt_file == "-":
-        return jobs.jobs_from_jsonl(sys.stdin.buffer.read(), chat=args.chat, params=params)
+        return jobs.jobs_from_jsonl(_read_stdin(), chat=args.chat, params=params)
     try:
         data = Path(args.prompt_file).read_bytes()
     except OSError as error:
@@ -150,29 +151,38 @@ def _read_jobs(args: argparse.Namespace, params: dict[str, Any]) -> list[jobs.Jo
     return jobs.jobs_from_jsonl(data, chat=args.chat, params=params)
 
 
+def _read_stdin() -> bytes:
+    if sys.stdin is None:
+        raise jobs.InputError(
+            "there are no prompts: standard input is closed; use --prompt or --prompt-file."
+        )
+    if sys.stdin.isatty():
+        sys.stderr.write("Reading prompts, one a line; Ctrl-D ends them.\n")
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:
+        raise jobs.InputError(f"standard input: {error.strerror or error}.") from error
+
+
 def _check_out(out: str | None, prompt_file: str | None) -> None:
     """Find out before the run, not after it, that results cannot be written."""
     if out is None:
+        if sys.stdout is None:
+            raise jobs.InputError("standard output is closed; use --out for the results.")
         return
+    path = Path(out)
     try:
-        with Path(out).open("a", encoding="utf-8"):
+        existed = path.exists()
+        if existed and prompt_file not in (None, "-") and path.samefile(str(prompt_file)):
+            raise jobs.InputError(f"--out {out} is the file that prompts are read from.")
+        if path.is_fifo():
+            return  # its reader would take a trial for the end
+        with path.open("a", encoding="utf-8"):
             pass
-        same = prompt_file not in (None, "-") and Path(out).samefile(str(prompt_file))
+        if not existed:
+            path.resolve().unlink()  # the run may yet yield nothing
     except OSError as error:
         raise jobs.InputError(f"--out {out}: {error.strerror}.") from error
-    if same:
-        raise jobs.InputError(f"--out {out} is the file that prompts are read from.")
-
-
-@contextmanager
-def _sink(out: str | None) -> Iterator[TextIO]:
-    if out is not None:
-        with Path(out).open("w", encoding="utf-8") as file:
-            yield file
-        return
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8, whatever the locale says
-    yield sys.stdout
 
 
 if __name__ == "__main__":

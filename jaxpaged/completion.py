@@ -10,12 +10,28 @@ from dataclasses import dataclass, field
 from jaxpaged.core.request import Request
 from jaxpaged.device.packing import RowRequest
 from jaxpaged.device.sampler import HostSamples
-from jaxpaged.device.sampling_state import SlotValues
+from jaxpaged.device.sampling_state import SlotValues, pack_slot
 from jaxpaged.outputs import CompletionOutput, Logprob, LogprobDict, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.text.detokenizer import IncrementalDetokenizer
 from jaxpaged.text.stop import StopChecker
 from jaxpaged.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRecipe:
+    """A request's sampling data in short; the arrays, kilobytes each, are made at admission."""
+
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+    bad_words: tuple[tuple[int, ...], ...]
+    max_model_len: int
+
+    def pack(self, tokens: Sequence[int]) -> SlotValues:
+        """The slot's arrays with the history of `tokens`. Raises `InvalidRequestError` if the data
+        does not fit a slot, whatever the tokens are.
+        """
+        return pack_slot(self.params, self.stop_ids, self.bad_words, tokens, self.max_model_len)
 
 
 @dataclass(slots=True)
@@ -32,11 +48,8 @@ class Completion:
     text: str = ""
     logprobs: list[LogprobDict] | None = None
     cumulative_logprob: float | None = None
-
-    @property
-    def needs_slot(self) -> bool:
-        """Whether its sampling reads data that must be written to its slot at each admission."""
-        return self.parent.slot_values is not None
+    _shown: CompletionOutput | None = None
+    """The output built last; still true unless this completion has changed."""
 
     def append(self, token: int, *, last: bool) -> str | None:
         """Take a delivered token; returns the stop string that it completes, if any.
@@ -87,8 +100,10 @@ class Completion:
         self.cumulative_logprob += float(samples.logprob[row])
 
     def output(self) -> CompletionOutput:
-        core = self.core
-        return CompletionOutput(
+        core, shown = self.core, self._shown
+        if shown is not None and core.is_finished and shown.finish_reason == core.finish_reason:
+            return shown  # one of many samples, ended before
+        self._shown = CompletionOutput(
             index=self.index,
             text=self.text,
             token_ids=list(self.token_ids),
@@ -98,6 +113,7 @@ class Completion:
             stop_reason=core.stop_reason,
             error=core.error,
         )
+        return self._shown
 
 
 @dataclass(slots=True)
@@ -109,8 +125,8 @@ class RequestState:
     prompt_token_ids: list[int]
     params: SamplingParams
     tokenizer: Tokenizer | None
-    slot_values: SlotValues | None
-    """Sampling data for the slot; its history is replaced at each admission."""
+    slot: SlotRecipe | None
+    """What must be written to the slot at each admission; None if its sampling reads nothing."""
     completions: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[LogprobDict | None] | None = None
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
+import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxpaged import checks
 from jaxpaged.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -18,20 +17,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 ATTENTION_BACKENDS = ("auto", "reference")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_SEED = 2**64 - 1
-
-_SUFFIX = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
-
-
-def parse_size(name: str, value: int | str) -> int:
-    """An integer, or a string such as 8k (8,000), 8K (8,192) or 2GiB. Raises `ConfigError`."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([kKmMgG]?)(i?B)?\s*", str(value))
-    if match is None:
-        raise ConfigError(f"{name} must be an integer such as 4096, 8k or 2GiB, got {value!r}.")
-    number, suffix, unit = match.groups()
-    scale = _SUFFIX[suffix.upper() if unit == "iB" else suffix] if suffix else 1
-    return int(float(number) * scale)
+MAX_BUCKETS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,73 +92,71 @@ class EngineConfig:
     """No progress bars."""
 
     def __post_init__(self) -> None:
-        set_ = object.__setattr__  # normalising a frozen dataclass, once, here only
-        for name, choices in (
-            ("dtype", DTYPES),
-            ("load_format", LOAD_FORMATS),
-            ("attention_backend", ATTENTION_BACKENDS),
-            ("scheduling_policy", SCHEDULING_POLICIES),
-            ("generation_config", ("auto", "none", "vllm")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}."
-                )
-        if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model must be a path, hub id or alias, got {self.model!r}.")
-        if self.max_model_len is not None:
-            length = self.max_model_len
-            if str(length) in ("auto", "-1"):
-                set_(self, "max_model_len", "auto")
-            else:
-                set_(self, "max_model_len", parse_size("max_model_len", length))
-                self._at_least("max_model_len", 2)
-        for name in ("kv_cache_memory_bytes", "device_memory_margin"):
-            if getattr(self, name) is not None:
-                set_(self, name, parse_size(name, getattr(self, name)))
-        self._at_least("kv_cache_memory_bytes", 1)
-        self._at_least("device_memory_margin", 0)
-        self._at_least("max_num_seqs", 1)
-        self._at_least("max_num_batched_tokens", 1)
-        self._at_least("block_size", 1)
-        self._at_least("num_gpu_blocks_override", 2)
-        self._at_least("long_prefill_token_threshold", 0)
-        self._at_least("max_logprobs", -1)
-        self._at_least("seed", 0)
-        if self.seed > MAX_SEED:
-            raise ConfigError(f"seed must be below 2**64, got {self.seed}.")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}."
-            )
-        if not 0.0 <= self.watermark < 1.0:
-            raise ConfigError(f"watermark must be in [0, 1), got {self.watermark}.")
-        for name in ("decode_buckets", "prefill_buckets"):
-            buckets = getattr(self, name)
-            if buckets is None:
-                continue
-            buckets = tuple(buckets)
-            set_(self, name, buckets)
-            if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
-                raise ConfigError(f"{name} must be ascending positive numbers, got {buckets!r}.")
-
-    def _at_least(self, name: str, low: int) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ConfigError(f"{name} must be an integer >= {low}, got {value!r}.")
+        checks.normalise(self, _CHECKS, _error)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> EngineConfig:
         """Build from a mapping. An unknown name raises `ConfigError` and shows the nearest one."""
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name in settings:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"Unknown engine setting {name!r}.{hint}")
+        checks.check_names(settings, cls, "settings", "engine setting", _error)
         return cls(**settings)
+
+
+def _error(message: str, _name: str) -> ConfigError:
+    return ConfigError(message)
+
+
+def _model_len(value: Any) -> int | str:
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    length = checks.parse_size(value)
+    if length == -1:
+        return "auto"
+    if length < 2:
+        raise checks.Broken("an integer >= 2, auto")
+    return length
+
+
+def _buckets(value: Any) -> tuple[int, ...]:
+    rule = "ascending integers >= 1, such as (8, 16)"
+    found = checks.list_of(checks.integer(1), rule, MAX_BUCKETS, "buckets")(value)
+    if not found or found != sorted(set(found)):
+        raise checks.Broken(rule)
+    return tuple(found)
+
+
+_CHECKS: dict[str, checks.Check] = {
+    "model": checks.text("a path, hub id or alias"),
+    "tokenizer": checks.optional(checks.text("a path or hub id")),
+    "skip_tokenizer_init": checks.boolean,
+    "revision": checks.optional(checks.text("the name of a branch, tag or commit")),
+    "load_format": checks.choice(*LOAD_FORMATS),
+    "dtype": checks.choice(*DTYPES),
+    "seed": checks.integer(0, MAX_SEED, rule="an integer in [0, 2**64)"),
+    "max_model_len": checks.optional(_model_len),
+    "max_num_seqs": checks.optional(checks.integer(1)),
+    "max_num_batched_tokens": checks.optional(checks.integer(1)),
+    "block_size": checks.integer(1),
+    "gpu_memory_utilization": checks.number("a number in (0, 1]", lambda x: 0 < x <= 1),
+    "device_memory_margin": checks.optional(checks.size(0)),
+    "kv_cache_memory_bytes": checks.optional(checks.size(1)),
+    "num_gpu_blocks_override": checks.optional(checks.integer(2)),
+    "enable_prefix_caching": checks.boolean,
+    "enable_chunked_prefill": checks.boolean,
+    "long_prefill_token_threshold": checks.integer(0),
+    "scheduling_policy": checks.choice(*SCHEDULING_POLICIES),
+    "watermark": checks.number("a number in [0, 1)", lambda x: 0 <= x < 1),
+    "max_logprobs": checks.integer(-1),
+    "attention_backend": checks.choice(*ATTENTION_BACKENDS),
+    "enforce_eager": checks.boolean,
+    "async_scheduling": checks.boolean,
+    "generation_config": checks.choice("auto", "none", "vllm"),
+    "chat_template": checks.optional(checks.text("the path or the text of a Jinja template")),
+    "compile_cache_dir": checks.optional(checks.text("a path, or an empty text", empty=True)),
+    "decode_buckets": checks.optional(_buckets),
+    "prefill_buckets": checks.optional(_buckets),
+    "check_integrity": checks.boolean,
+    "disable_progress": checks.boolean,
+}
 
 
 def cache_root() -> Path:
@@ -184,11 +168,30 @@ def cache_root() -> Path:
 def claim_device_memory(utilization: float) -> float:
     """Let XLA's allocator take this share of an accelerator, and return the share in force.
 
-    $XLA_PYTHON_CLIENT_MEM_FRACTION is only set if the user has not set it, and only counts if
-    JAX has not opened the device yet; the memory plan asks the device what it got.
+    $XLA_CLIENT_MEM_FRACTION, or the older $XLA_PYTHON_CLIENT_MEM_FRACTION, wins where the user has
+    set one; else the older one, which every supported JAX reads, is set. That only counts if JAX
+    has not opened the device yet; the memory plan asks the device what it got. Raises
+    `ConfigError` if the user's value is no share.
     """
-    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    return float(os.environ.setdefault(name, str(utilization)))
+    older = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    # Our setting one while the user has set the other is an error of XLA's.
+    for name in ("XLA_CLIENT_MEM_FRACTION", older):
+        given = os.environ.get(name, "")
+        if given:  # XLA takes an empty one as not set, too
+            return _share(name, given)
+    os.environ[older] = str(utilization)
+    return utilization
+
+
+def _share(name: str, given: str) -> float:
+    try:
+        share = float(given)
+    except ValueError:
+        share = math.nan
+    # More than 1 is possible: with unified memory it reaches into the host's.
+    if not 0 < share < math.inf:
+        raise ConfigError(f"${name} must be a number > 0, such as 0.9, or unset, got {given!r}.")
+    return share
 
 
 def integrity_checks_forced() -> bool:

@@ -15,7 +15,7 @@ from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.device.runner import Launched, Runner, StepResult
 from jaxpaged.device.sampler import STATUS_ALL_MASKED, STATUS_NOT_FINITE
 from jaxpaged.errors import EngineDeadError, InvalidRequestError
-from jaxpaged.intake import Intake, Prompt, slot_values_now
+from jaxpaged.intake import Intake, Prompt
 from jaxpaged.outputs import EngineStats, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
@@ -169,8 +169,9 @@ class Engine:
     def _launch(self, step: ScheduledStep) -> Launched:
         completions = [_completion(row.request) for row in step.rows]
         for row, completion in zip(step.rows, completions, strict=True):
-            if row.admitted and completion.needs_slot:
-                self.runner.admit(row.request.slot, slot_values_now(completion))
+            recipe = completion.parent.slot
+            if row.admitted and recipe is not None:
+                self.runner.admit(row.request.slot, recipe.pack(row.request.token_ids))
         requests = [completion.row for completion in completions]
         packed = self.runner.pack(step.rows, requests)
         wants_prompt = any(start >= 0 for start in packed.prompt_start) and any(

@@ -14,12 +14,14 @@ class ConfigError(JaxpagedError, ValueError):
 class InvalidRequestError(JaxpagedError, ValueError):
     """One request is malformed; nothing was scheduled and the engine goes on.
 
-    `param` is the name of the offending argument, for the HTTP layer.
+    `param` is the name of the offending argument, for the HTTP layer. `index` is the place of the
+    offending prompt in a batch, where there is one.
     """
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, index: int | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.index = index
 
 
 class ModelLoadError(JaxpagedError, ValueError):

@@ -15,6 +15,8 @@ from typing import Any
 
 ALIASES = {"gpu_memory_utilization": ("--device-memory-utilization",)}
 """Second names of flags, by field."""
+NONE = ("none", "None")
+"""What stands for None on the command line."""
 
 
 def flag_name(field: str, prefix: str = "") -> str:
@@ -77,7 +79,9 @@ def add_flags(
 def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     """The fields of `cls` that were on the command line, by field name."""
     prefix = f"{cls.__name__}."
-    return {k.removeprefix(prefix): v for k, v in vars(args).items() if k.startswith(prefix)}
+    fields = {k.removeprefix(prefix): v for k, v in vars(args).items() if k.startswith(prefix)}
+    # A flag that collects texts cannot tell before the end whether "none" is one of several.
+    return {k: None if v in ([word] for word in NONE) else v for k, v in fields.items()}
 
 
 def _options(hint: Any) -> dict[str, Any]:
@@ -102,15 +106,18 @@ def _options(hint: Any) -> dict[str, Any]:
         return {"type": _or_none(_float, optional), "metavar": "X"}
     if str in kinds:
         # Also int | str: sizes such as 2GiB, which the class itself parses.
-        return {"metavar": "SIZE" if int in kinds else "TEXT"}
+        return {
+            "type": _or_none(str, optional),
+            "metavar": "SIZE" if int in kinds else "TEXT",
+        }
     raise TypeError(f"no flag can be made for a field of type {hint}")
 
 
 def _or_none(parse: Callable[[str], Any], optional: bool) -> Callable[[str], Any]:
-    """`parse`, but "none" is None where the field allows it: max_tokens has another default."""
+    """`parse`, but "none" is None where the field allows it, whatever the field's default is."""
 
     def parse_or_none(text: str) -> Any:
-        return None if optional and text.lower() == "none" else parse(text)
+        return None if optional and text in NONE else parse(text)
 
     return parse_or_none
 

@@ -4,7 +4,7 @@ scheduled here.
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from jaxpaged.completion import Completion, RequestState
+from jaxpaged.completion import Completion, RequestState, SlotRecipe
 from jaxpaged.core.request import Request
 from jaxpaged.device.packing import RowRequest
-from jaxpaged.device.sampling_state import SlotValues, needs_slot, pack_slot, row_fields
+from jaxpaged.device.sampling_state import needs_slot, row_fields
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.text.bad_words import bad_word_sequences
@@ -77,6 +77,15 @@ class Intake:
             raise InvalidRequestError(
                 f"priority must be an integer, got {priority!r}.", param="priority"
             )
+        if (
+            isinstance(arrival_time, bool)
+            or not isinstance(arrival_time, (int, float))
+            or not math.isfinite(arrival_time)
+        ):
+            raise InvalidRequestError(
+                f"arrival_time must be a finite number of seconds, got {arrival_time!r}.",
+                param="arrival_time",
+            )
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}; from a "
@@ -86,7 +95,7 @@ class Intake:
         parsed = self.parse(prompt, cache_salt)
         self._check_length(parsed.token_ids, params)
         self._check_params(params)
-        slot_values = self._slot_values(params)
+        slot = self._slot_recipe(params)
         # Last of all, so that a refused request leaves the generator as it was.
         seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
         fields = row_fields(params, seed, vocab_size=self.limits.vocab_size)
@@ -96,7 +105,7 @@ class Intake:
             parsed.token_ids,
             params,
             self.tokenizer,
-            slot_values,
+            slot,
         )
         wants_prompt = params.prompt_logprobs is not None
         if wants_prompt:
@@ -221,14 +230,18 @@ class Intake:
                 param=name,
             )
 
-    def _slot_values(self, params: SamplingParams) -> SlotValues | None:
+    def _slot_recipe(self, params: SamplingParams) -> SlotRecipe | None:
         if not needs_slot(row_fields(params, 0, vocab_size=self.limits.vocab_size)):
             return None
         words: list[list[int]] = []
         if params.bad_words and self.tokenizer is not None:
             words = bad_word_sequences(params.bad_words, self.tokenizer)
         stop_ids = sorted({*self.limits.eos_token_ids, *(params.stop_token_ids or ())})
-        return pack_slot(params, stop_ids, words, (), self.limits.max_model_len)
+        recipe = SlotRecipe(
+            params, tuple(stop_ids), tuple(map(tuple, words)), self.limits.max_model_len
+        )
+        recipe.pack(())  # refused now rather than when it is admitted
+        return recipe
 
     def _completion(self, state: RequestState, index: int, row: RowRequest) -> Completion:
         params, tokenizer = state.params, self.tokenizer
@@ -268,13 +281,3 @@ class Intake:
             skip_prefix_cache=completion.row.wants_prompt_logprobs,
             payload=completion,
         )
-
-
-def slot_values_now(completion: Completion) -> Any:
-    """The slot's data at an admission: the request's own, with the history of all tokens known."""
-    values = completion.parent.slot_values
-    assert values is not None
-    history = np.full_like(values.history, -1)
-    tokens = completion.core.token_ids
-    history[: len(tokens)] = tokens
-    return dataclasses.replace(values, history=history)

@@ -5,6 +5,7 @@ Everything that can be wrong without the model is found here, before a model is 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +16,7 @@ from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.sampling_params import SamplingParams
 
 KINDS = ("prompt", "messages", "prompt_token_ids")
-KEYS = (*KINDS, "params", "cache_salt")
+KEYS = (*KINDS, "params", "cache_salt", "priority")
 SHOWN_ERRORS = 10
 
 
@@ -33,6 +34,8 @@ class Job:
     messages: list[dict[str, Any]] | None = None
     prompt_token_ids: list[int] | None = None
     cache_salt: str | None = None
+    priority: int = 0
+    """Smaller is sooner, under the priority policy only."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """Sampling fields of this prompt alone; they win over those of the whole run."""
 
@@ -59,8 +62,8 @@ def jobs_from_jsonl(data: bytes, *, chat: bool, params: Mapping[str, Any]) -> li
     """One job a line of JSON; blank lines are skipped.
 
     A line is an object with one of `prompt` (text), `messages` (a conversation) and
-    `prompt_token_ids`, and optionally `params` (sampling fields) and `cache_salt`. `params` of
-    this function are the run's own, so that contradictions with a line are found as well.
+    `prompt_token_ids`, and optionally `params` (sampling fields), `cache_salt` and `priority`.
+    `params` of this function are the run's own, so that contradictions with a line are found too.
     Raises `InputError`, which lists the bad lines with their numbers.
     """
     return _parse_lines(data, lambda line, where: _json_job(line, where, chat, params))
@@ -117,20 +120,11 @@ def _json_job(line: str, where: str, chat: bool, params: Mapping[str, Any]) -> J
     salt = fields.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise InvalidRequestError("cache_salt must be a non-empty string", param="cache_salt")
+    priority = fields.get("priority", 0)
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequestError("priority must be an integer", param="priority")
     job = _prompt_of(kinds[0], fields[kinds[0]], where, chat)
-    if salt is not None and job.messages is not None:
-        raise InvalidRequestError(
-            "cache_salt goes with prompt or prompt_token_ids, not with a conversation",
-            param="cache_salt",
-        )
-    return Job(
-        where=where,
-        prompt=job.prompt,
-        messages=job.messages,
-        prompt_token_ids=job.prompt_token_ids,
-        cache_salt=salt,
-        params=own,
-    )
+    return dataclasses.replace(job, cache_salt=salt, priority=priority, params=own)
 
 
 def _prompt_of(kind: str, value: Any, where: str, chat: bool) -> Job:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +20,8 @@ from jaxpaged.startup import build_engine
 from jaxpaged.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
+OnFinished = Callable[[int, RequestOutput], None]
+"""Called with the index of a prompt and its finished output."""
 
 
 class LLM:
@@ -49,6 +51,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        on_finished: OnFinished | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; results come in the order of the prompts.
 
@@ -63,7 +66,13 @@ class LLM:
             raise InvalidRequestError(
                 f"{len(priority)} priorities were given for {len(batch)} prompts.", "priority"
             )
-        return self._run(batch, params, priority or [0] * len(batch), use_tqdm=use_tqdm)
+        return self._run(
+            batch,
+            params,
+            priority or [0] * len(batch),
+            use_tqdm=use_tqdm,
+            on_finished=on_finished,
+        )
 
     def chat(
         self,
@@ -78,28 +87,67 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several. Otherwise as `generate`."""
-        tokenizer = self.get_tokenizer()
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+            kind = type(messages).__name__
+            raise InvalidRequestError(
+                "messages must be a conversation (a list of messages) or a list of them, "
+                f"got {kind}.",
+                param="messages",
+            )
         conversations = [messages] if _is_conversation(messages) else list(messages)
-        prompts: list[tuple[str, list[int]]] = []
+        prompts: list[Prompt] = []
+        texts: list[str] = []
         for i, conversation in enumerate(conversations):
             try:
-                text = tokenizer.apply_chat_template(
+                text, ids = self.render_chat(
                     conversation,  # type: ignore[arg-type]
+                    chat_template=chat_template,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tools=tools,
-                    chat_template=chat_template,
-                    **(chat_template_kwargs or {}),
+                    chat_template_kwargs=chat_template_kwargs,
                 )
             except InvalidRequestError as error:
-                raise InvalidRequestError(f"conversation {i}: {error}", error.param) from error
-            prompts.append((text, tokenizer.encode(text, add_special_tokens=False)))
+                where = f"conversation {i}: " if len(conversations) > 1 else ""
+                raise InvalidRequestError(f"{where}{error}", error.param, i) from error
+            texts.append(text)
+            prompts.append({"prompt_token_ids": ids})
         params = self._params_for(prompts, sampling_params)
-        batch = [{"prompt_token_ids": ids} for _, ids in prompts]
-        results = self._run(batch, params, [0] * len(batch), use_tqdm=use_tqdm)
-        for result, (text, _) in zip(results, prompts, strict=True):
+        results = self._run(prompts, params, [0] * len(prompts), use_tqdm=use_tqdm)
+        for result, text in zip(results, texts, strict=True):
             result.prompt = text
         return results
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[str, list[int]]:
+        """One conversation as the model reads it: the template's text and its token ids.
+
+        Raises `InvalidRequestError` if there is no template, or if it refuses the messages.
+        """
+        tokenizer = self.get_tokenizer()
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template": chat_template,
+        }
+        extra = dict(chat_template_kwargs or {})
+        clash = sorted({"messages", *options} & extra.keys())
+        if clash:
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not hold {clash[0]!r}; that is an argument of its own.",
+                param="chat_template_kwargs",
+            )
+        text = tokenizer.apply_chat_template(messages, **options, **extra)
+        return text, tokenizer.encode(text, add_special_tokens=False)
 
     def _run(
         self,
@@ -108,12 +156,14 @@ class LLM:
         priority: Sequence[int],
         *,
         use_tqdm: bool,
+        on_finished: OnFinished | None = None,
     ) -> list[RequestOutput]:
         if self.engine.has_unfinished_requests():
             raise InvalidRequestError(
                 "The engine has unfinished requests, added through llm.engine, whose outputs this "
                 "call would swallow; step them to their end or abort them first."
             )
+        first = self._next_id
         ids: list[str] = []
         done: dict[str, RequestOutput] = {}
         try:
@@ -124,7 +174,7 @@ class LLM:
                     self.engine.add_request(request_id, prompt, params[i], priority=priority[i])
                 except InvalidRequestError as error:
                     where = f"prompt {i}: " if len(prompts) > 1 else ""
-                    raise InvalidRequestError(f"{where}{error}", error.param) from error
+                    raise InvalidRequestError(f"{where}{error}", error.param, i) from error
                 ids.append(request_id)
             with _ProgressBar(len(ids), disable=not use_tqdm) as bar:
                 while len(done) < len(ids):
@@ -132,6 +182,8 @@ class LLM:
                         if output.finished:
                             done[output.request_id] = output
                             bar.finished(output)
+                            if on_finished is not None:
+                                on_finished(int(output.request_id) - first, output)
         except BaseException:  # Ctrl-C too: nothing of this call may stay behind
             self.engine.discard(ids)
             raise
@@ -199,6 +251,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if isinstance(prompts, (bytes, Set)) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise InvalidRequestError(
+            "prompts must be a prompt (text, token ids or a mapping) or a list of them, "
+            f"got {kind}.",
+            param="prompts",
+        )
     items = list(prompts)
     integers = (int, np.integer)
     if items and all(isinstance(i, integers) and not isinstance(i, bool) for i in items):

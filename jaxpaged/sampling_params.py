@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpaged import checks
 from jaxpaged.errors import InvalidRequestError
 
 GREEDY_EPS = 1e-5
@@ -20,32 +19,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 64
 MAX_N = 16384
-
-
-def _fail(name: str, value: object, rule: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} must be {rule}, got {_shorten(value)}.", param=name)
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _check_number(name: str, value: Any, low: float, high: float, rule: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _fail(name, value, rule)
-    number = float(value) if abs(value) < 1e300 else math.inf
-    if not math.isfinite(number) or not low <= number <= high:
-        raise _fail(name, value, rule)
-    return number
-
-
-def _check_int(name: str, value: Any, low: int, rule: str, high: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _fail(name, value, rule)
-    if value < low or (high is not None and value > high):
-        raise _fail(name, value, rule)
-    return int(value)
+MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,93 +80,33 @@ class SamplingParams:
     """Accepted for compatibility; texts are joined as the tokenizer does."""
 
     def __post_init__(self) -> None:
+        checks.normalise(self, _CHECKS, InvalidRequestError)
         set_ = object.__setattr__  # normalising a frozen dataclass, once, here only
-        _check_int("n", self.n, 1, f"an integer in [1, {MAX_N}]", MAX_N)
-        temperature = _check_number("temperature", self.temperature, 0.0, 2.0, "a number in [0, 2]")
-        if temperature < GREEDY_EPS:
-            temperature = 0.0
-        elif temperature < MIN_TEMPERATURE:
-            temperature = MIN_TEMPERATURE
-        set_(self, "temperature", temperature)
-        _check_int("top_k", self.top_k, -1, "an integer >= -1 (0 and -1 turn it off)")
-        rule = "a number in (0, 1]"
-        if _check_number("top_p", self.top_p, 0.0, 1.0, rule) <= 0.0:
-            raise _fail("top_p", self.top_p, rule)
-        _check_number("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
-        rule = "a finite number > 0"
-        if _check_number("repetition_penalty", self.repetition_penalty, 0.0, 1e30, rule) <= 0.0:
-            raise _fail("repetition_penalty", self.repetition_penalty, rule)
-        for name in ("frequency_penalty", "presence_penalty"):
-            _check_number(name, getattr(self, name), -2.0, 2.0, "a number in [-2, 2]")
-        if self.max_tokens is not None:
-            rule = "an integer >= 1 (0 only with prompt_logprobs), or None"
-            _check_int("max_tokens", self.max_tokens, 0, rule)
-            if self.max_tokens == 0 and self.prompt_logprobs is None:
-                raise _fail("max_tokens", self.max_tokens, rule)
-        _check_int("min_tokens", self.min_tokens, 0, "an integer >= 0")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _fail("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
-        self._normalise_lists()
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), -1, "an integer >= 0, -1 for all, or None")
+        if self.temperature < GREEDY_EPS:
+            set_(self, "temperature", 0.0)
+        elif self.temperature < MIN_TEMPERATURE:
+            set_(self, "temperature", MIN_TEMPERATURE)
         if self.seed is not None:
-            rule = "an integer in [-2**63, 2**64), or None"
-            _check_int("seed", self.seed, -(2**63), rule, 2**64 - 1)
-            set_(self, "seed", None if self.seed == -1 else self.seed & (2**64 - 1))
-        for name in ("ignore_eos", "detokenize", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise _fail(name, getattr(self, name), "true or false")
+            set_(self, "seed", None if self.seed == -1 else self.seed & MAX_SEED)
+        bias = {token: max(-100.0, min(100.0, b)) for token, b in (self.logit_bias or {}).items()}
+        set_(self, "logit_bias", bias or None)
+        self._check_together()
 
-    def _normalise_lists(self) -> None:
-        set_ = object.__setattr__
-        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        if len(stop) > MAX_STOP_STRINGS:
-            raise _fail("stop", f"{len(stop)} strings", f"at most {MAX_STOP_STRINGS} strings")
-        if not all(isinstance(s, str) and s for s in stop):
-            raise _fail("stop", stop, "a non-empty string, or a list of non-empty strings")
-        if stop and not self.detokenize:
+    def _check_together(self) -> None:
+        """Fields that are right by themselves may not go together."""
+        if self.max_tokens is not None:
+            if self.max_tokens == 0 and self.prompt_logprobs is None:
+                raise InvalidRequestError(
+                    f"max_tokens must be {_MAX_TOKENS_RULE}, or None, got 0.", param="max_tokens"
+                )
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequestError(
+                    f"min_tokens must be at most max_tokens={checks.shorten(self.max_tokens)}, "
+                    f"got {checks.shorten(self.min_tokens)}.",
+                    param="min_tokens",
+                )
+        if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True.", param="stop")
-        set_(self, "stop", stop)
-        set_(self, "stop_token_ids", self._ids("stop_token_ids", MAX_STOP_TOKEN_IDS) or [])
-        set_(self, "allowed_token_ids", self._ids("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS))
-        if self.allowed_token_ids == []:
-            raise _fail("allowed_token_ids", [], "a non-empty list of token ids, or None")
-        words = list(self.bad_words or [])
-        if len(words) > MAX_BAD_WORDS:
-            raise _fail("bad_words", f"{len(words)} words", f"at most {MAX_BAD_WORDS} words")
-        if isinstance(self.bad_words, str) or not all(isinstance(w, str) and w for w in words):
-            raise _fail("bad_words", self.bad_words, "a list of non-empty strings")
-        set_(self, "bad_words", words)
-        set_(self, "logit_bias", self._bias())
-
-    def _ids(self, name: str, limit: int) -> list[int] | None:
-        value = getattr(self, name)
-        if value is None:
-            return None
-        if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
-            raise _fail(name, value, "a list of token ids")
-        ids = list(value)
-        if len(ids) > limit:
-            raise _fail(name, f"{len(ids)} ids", f"at most {limit} ids")
-        return [_check_int(name, i, 0, "a list of token ids (integers >= 0)") for i in ids]
-
-    def _bias(self) -> dict[int, float] | None:
-        if not self.logit_bias:
-            return None
-        if not isinstance(self.logit_bias, Mapping):
-            raise _fail("logit_bias", self.logit_bias, "a mapping of token id to bias")
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            count = f"{len(self.logit_bias)} entries"
-            raise _fail("logit_bias", count, f"at most {MAX_LOGIT_BIAS} entries")
-        bias: dict[int, float] = {}
-        for key, value in self.logit_bias.items():
-            if isinstance(key, str) and key.strip().isdecimal():
-                key = int(key)  # JSON object keys are strings
-            token = _check_int("logit_bias", key, 0, "keyed by token ids (integers >= 0)")
-            number = _check_number("logit_bias", value, -1e30, 1e30, "a finite number per token")
-            bias[token] = max(-100.0, min(100.0, number))
-        return bias
 
     @property
     def greedy(self) -> bool:
@@ -201,12 +115,67 @@ class SamplingParams:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
         """Build from a mapping; an unknown name raises `InvalidRequestError`."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in fields:
-            if name not in known:
-                import difflib
-
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise InvalidRequestError(f"Unknown sampling parameter {name!r}.{hint}", param=name)
+        name, noun = "sampling_params", "sampling parameter"
+        checks.check_names(fields, cls, name, noun, InvalidRequestError)
         return cls(**fields)
+
+
+def _stop(value: Any) -> list[str]:
+    rule = "a non-empty string, or a list of non-empty strings"
+    check = checks.list_of(checks.text(), rule, MAX_STOP_STRINGS, "strings")
+    return list(check([value] if isinstance(value, str) else value))
+
+
+def _ids(most: int) -> checks.Check:
+    rule = "a list of token ids (integers >= 0)"
+    return checks.list_of(checks.integer(0), rule, most, "ids")
+
+
+def _allowed(value: Any) -> list[int]:
+    ids: list[int] = _ids(MAX_ALLOWED_TOKEN_IDS)(value)
+    if not ids:
+        raise checks.Broken("a non-empty list of token ids")
+    return ids
+
+
+_MAX_TOKENS_RULE = "an integer >= 1 (0 only with prompt_logprobs)"
+_LOGPROBS = checks.optional(checks.integer(-1, rule="an integer >= 0, -1 for all"))
+_PENALTY = checks.number("a number in [-2, 2]", lambda x: -2 <= x <= 2)
+_CHECKS: dict[str, checks.Check] = {
+    "n": checks.integer(1, MAX_N),
+    "temperature": checks.number("a number in [0, 2]", lambda x: 0 <= x <= 2),
+    "top_k": checks.integer(-1, rule="an integer >= -1 (0 and -1 turn it off)"),
+    "top_p": checks.number("a number in (0, 1]", lambda x: 0 < x <= 1),
+    "min_p": checks.number("a number in [0, 1]", lambda x: 0 <= x <= 1),
+    "repetition_penalty": checks.number("a number in (0, 1e30]", lambda x: 0 < x <= 1e30),
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "logit_bias": checks.optional(
+        checks.mapping_of(
+            checks.token_id_key,
+            checks.number("a finite number", lambda _: True),
+            "a mapping from token ids (integers >= 0) to finite numbers",
+            MAX_LOGIT_BIAS,
+            "entries",
+        )
+    ),
+    "allowed_token_ids": checks.optional(_allowed),
+    "bad_words": checks.optional(
+        checks.list_of(checks.text(), "a list of non-empty strings", MAX_BAD_WORDS, "words"),
+        empty=list,
+    ),
+    "max_tokens": checks.optional(checks.integer(0, rule=_MAX_TOKENS_RULE)),
+    "min_tokens": checks.integer(0),
+    "stop": checks.optional(_stop, empty=list),
+    "stop_token_ids": checks.optional(_ids(MAX_STOP_TOKEN_IDS), empty=list),
+    "include_stop_str_in_output": checks.boolean,
+    "ignore_eos": checks.boolean,
+    "seed": checks.optional(
+        checks.integer(-(2**63), MAX_SEED, rule="an integer in [-2**63, 2**64)")
+    ),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "detokenize": checks.boolean,
+    "skip_special_tokens": checks.boolean,
+    "spaces_between_special_tokens": checks.boolean,
+}

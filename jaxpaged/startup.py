@@ -206,6 +206,12 @@ def _warm_up(runner: Runner, config: EngineConfig) -> None:
 def use_compile_cache(config: EngineConfig) -> None:
     """Point JAX at our persistent compilation cache, unless the process has one already."""
     chosen = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if chosen and config.compile_cache_dir not in (None, chosen):
+        _log.warning(
+            "compile_cache_dir=%r has no effect: this process uses %s already.",
+            config.compile_cache_dir,
+            chosen,
+        )
     if config.compile_cache_dir == "" or chosen:
         return
     folder = (
@@ -214,8 +220,9 @@ def use_compile_cache(config: EngineConfig) -> None:
         else Path(config.compile_cache_dir).expanduser()
     )
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)  # compiled programs are code that later starts will run
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():  # whoever writes here decides what later starts run
+            folder.mkdir(mode=0o700)
     except OSError as error:
         _log.warning("No compilation cache: %s cannot be used (%s).", folder, error)
         return
@@ -234,8 +241,11 @@ def eos_token_ids(
         found += value if isinstance(value, list) else [value]
     if tokenizer is not None:
         found.append(tokenizer.eos_token_id)
-    ids = dict.fromkeys(i for i in found if isinstance(i, int) and 0 <= i < vocab_size)
-    return tuple(ids)
+    good = [i for i in found if type(i) is int and 0 <= i < vocab_size]
+    bad = [i for i in found if i is not None and i not in good]
+    if bad:
+        _log.warning("EOS ids outside the vocabulary are ignored: %s.", bad)
+    return tuple(dict.fromkeys(good))
 
 
 def default_params(config: EngineConfig, source: ModelSource) -> SamplingParams:
@@ -248,13 +258,15 @@ def default_params(config: EngineConfig, source: ModelSource) -> SamplingParams:
     fields = {name: given[name] for name in _SAMPLING_DEFAULTS if given.get(name) is not None}
     if given.get("max_new_tokens") is not None:
         fields["max_tokens"] = given["max_new_tokens"]
+    for name in list(fields):
+        try:
+            SamplingParams(**{name: fields[name]})
+        except InvalidRequestError as error:
+            _log.warning("In generation_config.json this is ignored: %s", error)
+            del fields[name]
     if not fields:
         return SamplingParams()
-    try:
-        params = SamplingParams(**fields)
-    except InvalidRequestError as error:
-        _log.warning("generation_config.json is ignored: %s", error)
-        return SamplingParams()
+    params = SamplingParams(**fields)
     _log.info(
         "Default sampling parameters from generation_config.json: %s. "
         'generation_config="none" ignores them.',

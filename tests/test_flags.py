@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import typing
 
 import pytest
 
@@ -76,10 +77,26 @@ def test_sampling_values() -> None:
     assert params.seed == 2**64 - 3
 
 
-def test_none_is_a_value_where_the_field_allows_it() -> None:
-    assert parse(SamplingParams, "--max-tokens", "none") == {"max_tokens": None}
-    with pytest.raises(SystemExit):
-        parse(SamplingParams, "--n", "none")
+@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams])
+def test_none_is_a_value_of_exactly_the_fields_that_may_be_none(cls: type) -> None:
+    hints = typing.get_type_hints(cls)
+    optional = []
+    for field in dataclasses.fields(cls):
+        if type(None) in typing.get_args(hints[field.name]):
+            optional.append(field.name)
+            assert parse(cls, flag_name(field.name), "none") == {field.name: None}
+        elif hints[field.name] in (int, float):
+            with pytest.raises(SystemExit):
+                parse(cls, flag_name(field.name), "none")
+    assert len(optional) > 5
+    cls(**dict.fromkeys(optional))
+
+
+def test_none_as_a_text() -> None:
+    # "none" is a choice of generation_config, and one of several stop strings is only a text.
+    assert parse(EngineConfig, "--generation-config", "none") == {"generation_config": "none"}
+    assert parse(SamplingParams, "--stop", "none", "--stop", "x") == {"stop": ["none", "x"]}
+    assert parse(SamplingParams, "--stop", "none of") == {"stop": ["none of"]}
 
 
 @pytest.mark.parametrize(

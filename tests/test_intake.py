@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from jaxpaged import SamplingParams
 from jaxpaged.completion import RequestState
 from jaxpaged.errors import InvalidRequestError
-from jaxpaged.intake import MAX_SALT_CHARS, Intake, Limits, slot_values_now
+from jaxpaged.intake import MAX_SALT_CHARS, Intake, Limits
 from jaxpaged.text.tokenizer import Tokenizer
 from tests.tiny_models import BOS, EOS, tiny_tokenizer
 
@@ -274,12 +275,25 @@ def test_ignore_eos_and_stop_ids(intake: Intake) -> None:
 
 
 def test_the_slot_holds_all_known_tokens(intake: Intake) -> None:
-    """Also those drawn before a preemption; nothing of the state itself is written."""
+    """Also those drawn before a preemption."""
     completion = build(intake, OK, SamplingParams(min_tokens=2, stop_token_ids=[9])).completions[0]
     completion.core.token_ids += [21, 22]
-    values = slot_values_now(completion)
+    slot = completion.parent.slot
+    assert slot is not None
+    values = slot.pack(completion.core.token_ids)
     assert values.history[:6].tolist() == [*OK, 21, 22, -1]
     assert values.stop_ids[:3].tolist() == [1, 9, -1]
-    assert completion.parent.slot_values is not None
-    assert (completion.parent.slot_values.history == -1).all()
-    assert build(intake).slot_values is None
+    assert build(intake).slot is None
+
+
+def test_a_queued_request_holds_no_arrays(intake: Intake) -> None:
+    """100,000 of them may wait; the slot's kilobytes are made at admission."""
+    state = build(intake, OK, SamplingParams(repetition_penalty=1.5, min_tokens=3))
+    assert state.slot is not None
+    assert len(pickle.dumps((state.slot.stop_ids, state.slot.bad_words))) < 100
+
+
+@pytest.mark.parametrize("arrival_time", ["x", None, True, float("nan"), float("inf")])
+def test_arrival_time_must_be_a_time(intake: Intake, arrival_time: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="arrival_time must be a finite number"):
+        intake.build("r", OK, SamplingParams(), priority=0, arrival_time=arrival_time)

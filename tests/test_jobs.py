@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 
+from jaxpaged.errors import InvalidRequestError
 from jaxpaged.jobs import InputError, Job, jobs_from_jsonl, jobs_from_lines, jobs_from_texts
+from jaxpaged.sampling_params import SamplingParams
 
 
 def read(*lines: str | bytes | dict[str, Any], chat: bool = False, **params: Any) -> list[Job]:
@@ -25,12 +28,12 @@ def test_the_three_kinds_of_line() -> None:
     jobs = read(
         {"prompt": "a", "params": {"max_tokens": 3}, "cache_salt": "s"},
         "",
-        {"messages": messages},
+        {"messages": messages, "cache_salt": "t", "priority": -2},
         {"prompt_token_ids": [1, 2]},
     )
     assert jobs == [
         Job(where="line 1", prompt="a", params={"max_tokens": 3}, cache_salt="s"),
-        Job(where="line 3", messages=messages),
+        Job(where="line 3", messages=messages, cache_salt="t", priority=-2),
         Job(where="line 4", prompt_token_ids=[1, 2]),
     ]
 
@@ -72,7 +75,10 @@ def test_plain_lines() -> None:
         ({"prompt": "a", "params": {"topp": 1}}, "Did you mean 'top_p'?"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt must be a non-empty string"),
         ({"prompt": "a", "cache_salt": 7}, "cache_salt must be a non-empty string"),
-        ({"messages": [{"role": "user"}], "cache_salt": "s"}, "not with a conversation"),
+        ({"prompt": "a", "priority": "high"}, "priority must be an integer"),
+        ({"prompt": "a", "priority": 1.0}, "priority must be an integer"),
+        ({"prompt": "a", "priority": True}, "priority must be an integer"),
+        ({"prompt": "a", "priority": None}, "priority must be an integer"),
     ],
 )
 def test_a_bad_line_is_named(line: str | bytes | dict[str, Any], reason: str) -> None:
@@ -82,6 +88,27 @@ def test_a_bad_line_is_named(line: str | bytes | dict[str, Any], reason: str) ->
     assert "line 2: " in str(error.value)
     assert reason in str(error.value)
     assert "line 3" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [5, 5.5, True, "five", [5], ["\n", 5], {"a": [1]}, {"5": "x"}])
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
+def test_a_sampling_field_of_any_type_is_taken_or_its_line_named(name: str, value: Any) -> None:
+    try:
+        SamplingParams.from_dict({name: value})
+    except InvalidRequestError:
+        with pytest.raises(InputError, match=f"line 1: .*{name}"):
+            read({"prompt": "a", "params": {name: value}})
+    else:
+        assert read({"prompt": "a", "params": {name: value}})[0].params == {name: value}
+
+
+@pytest.mark.parametrize("depth", [300, 900, 960, 990, 3000, 30_000])
+def test_a_deep_line_is_taken_or_named(depth: int) -> None:
+    line = '{"messages": [{"role": "user", "content": ' + "[" * depth + "]" * depth + "}]}"
+    try:
+        assert len(read(line)) == 1
+    except InputError as error:
+        assert "line 1: not JSON" in str(error)
 
 
 def test_token_ids_do_not_go_through_a_chat_template() -> None:

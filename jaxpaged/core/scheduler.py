@@ -111,8 +111,8 @@ class Scheduler:
         self.kv.extend_hashes(request)
         request.queue_order = self._num_added
         self._num_added += 1
-        self._requests[request.request_id] = request
         self._waiting.push(request)
+        self._requests[request.request_id] = request
 
     def finish(
         self,

@@ -42,8 +42,9 @@ def make_pools(
     """Zeroed K and V pools [blocks x block_size, K, H], one pair a layer; block 0 stays zero."""
     platform = mesh.devices.flat[0].platform
     shape = (num_blocks * block_size, model.num_kv_heads, model.head_dim)
-    zeros = jax.jit(
-        lambda: jnp.zeros(shape, storage_dtype(dtype, platform)),
-        out_shardings=named_sharding(mesh, POOL_AXES),
-    )
+    stored, sharding = storage_dtype(dtype, platform), named_sharding(mesh, POOL_AXES)
+
+    def zeros() -> jax.Array:
+        return jnp.zeros(shape, stored, device=sharding)
+
     return [(zeros(), zeros()) for _ in range(model.num_layers)]

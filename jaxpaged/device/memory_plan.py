@@ -106,6 +106,7 @@ def plan_memory(
             f"({_gib(inputs.weight_bytes)}) there is room for {max(blocks, 0)}. Raise "
             "gpu_memory_utilization or kv_cache_memory_bytes, or take a smaller model."
         )
+    _check_size(blocks * per_block, inputs)
     length = _fit_length(config, wanted_len, usable, per_block)
     per_token = per_block // config.block_size
     concurrency = usable / -(-length // config.block_size)
@@ -119,6 +120,16 @@ def plan_memory(
         f"{length:,} tokens per request: {concurrency:.2f}x"
     )
     return MemoryPlan(blocks, length, tuple(lines))
+
+
+def _check_size(pool: int, inputs: MemoryInputs) -> None:
+    """Sizes that were asked for exactly are not planned, but they cannot exceed the machine."""
+    total = inputs.host_bytes if inputs.device_bytes is None else inputs.device_bytes
+    if pool + inputs.weight_bytes > total:
+        raise ConfigError(
+            f"The KV pool of {_gib(pool)} and the weights ({_gib(inputs.weight_bytes)}) exceed the "
+            f"memory of {_gib(total)}. Lower kv_cache_memory_bytes or num_gpu_blocks_override."
+        )
 
 
 def round_blocks(blocks: int) -> int:

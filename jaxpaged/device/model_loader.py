@@ -45,10 +45,10 @@ def choose_dtype(config: EngineConfig, source: ModelSource, platform: str) -> jn
     if config.dtype != "auto":
         chosen: jnp.dtype = np.dtype(getattr(jnp, config.dtype))
         return chosen
+    name = source.dtype_name  # refuses what no weights are stored in
     if platform == "cpu":
         native: jnp.dtype = np.dtype(jnp.bfloat16 if _cpu_multiplies_bf16() else np.float32)
         return native
-    name = source.dtype_name
     checkpoint: jnp.dtype = np.dtype(np.float16 if name == "float16" else jnp.bfloat16)
     return checkpoint
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from jaxpaged.device.packing import Layout, PackedStep, RowRequest, is_decode, p
 from jaxpaged.device.sampler import HostSamples, unpack
 from jaxpaged.device.sampling_state import SlotState, SlotValues, empty_slot_state, write_slot
 from jaxpaged.device.step import EngineState, StepOutput, StepSettings, Weights, make_step
+from jaxpaged.errors import ConfigError
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.sharding import named_sharding
 
@@ -80,17 +80,28 @@ class Runner:
         self._replicated = NamedSharding(self._mesh, PartitionSpec())
         self._step = _jit_step(self, loaded, settings)
         self._admit = _jit_admit(self)
-        self._state: EngineState | None = self._new_state()
+        self._state: EngineState | None = self._first_state()
 
     # ------------------------------------------------------------------ state
 
+    def _first_state(self) -> EngineState:
+        """Raises `ConfigError` if the device has no room for the pools."""
+        try:
+            state = self._new_state()
+            jax.block_until_ready(state)
+            return state
+        except (ValueError, RuntimeError) as error:  # which of them depends on the backend
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise ConfigError(
+                f"There is no memory for {self.num_blocks} KV blocks: {error} Lower "
+                "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override."
+            ) from error
+
     def _new_state(self) -> EngineState:
         pools = make_pools(self._model, self.num_blocks, self._block_size, self._dtype, self._mesh)
-        make_slots = jax.jit(
-            partial(empty_slot_state, self.max_num_seqs, self.max_model_len),
-            out_shardings=self._replicated,
-        )
-        return EngineState(pools, make_slots())
+        slots = empty_slot_state(self.max_num_seqs, self.max_model_len)
+        return EngineState(pools, jax.device_put(slots, self._replicated))
 
     @property
     def state_shardings(self) -> EngineState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,36 @@ class ModelConfig:
     def kv_bytes_per_token(self) -> int:
         """Elements of K and V that one token takes over all layers (times the type's size)."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+CHANGES_MATHS: Mapping[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "embedding_multiplier": (None, 1.0),
+    "residual_multiplier": (None, 1.0),
+    "attention_multiplier": (None,),
+    "query_pre_attn_scalar": (None,),
+    "scale_emb": (None, 1.0),
+    "scale_depth": (None,),
+    "dim_model_base": (None,),
+    "clip_qkv": (None,),
+    "qk_norm": (None, False),
+    "use_qk_norm": (None, False),
+    "qk_layernorm": (None, False),
+    "use_sliding_window": (None, True),
+    "attention_chunk_size": (None,),
+    "no_rope_layers": (None, []),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+    "kv_lora_rank": (None,),
+    "parallel_attn": (None, False),
+    "alibi": (None, False),
+}
+"""Settings of other families that change what a layer computes -> the values that do not. One that
+stands in a config and is not understood must not be ignored."""
 
 
 class ConfigReader:
@@ -96,9 +126,18 @@ class ConfigReader:
                 f"architecture; supported: {', '.join(repr(a) for a in allowed)}."
             )
 
+    def refuse_other_maths(self, understood: Collection[str] = ()) -> None:
+        """Refuse every setting of `CHANGES_MATHS` that is neither `understood` nor neutral.
+
+        Raises `UnsupportedModelError` naming it.
+        """
+        for key, neutral in CHANGES_MATHS.items():
+            if key not in understood:
+                self.require(key, neutral)
+
     def rope(self) -> RopeConfig:
         """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (older)."""
-        key = "rope_scaling" if self.fields.get("rope_parameters") is None else "rope_parameters"
+        key = "rope_parameters" if self.fields.get("rope_parameters") else "rope_scaling"
         scaling = self.fields.get(key) or {}
         if not isinstance(scaling, Mapping):
             raise ModelLoadError(f"{self.where}: config {key}={scaling!r} must be a mapping.")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpaged.errors import ModelLoadError
+from jaxpaged.errors import ModelLoadError, UnsupportedModelError
 from jaxpaged.models.base import CausalLM, DecoderLayer, ParamSource
 from jaxpaged.models.config import ConfigReader, ModelConfig
 from jaxpaged.models.layers import Attend, Attention, GatedMLP, LayerKV, RMSNorm
@@ -23,6 +23,7 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Mod
     maths.
     """
     reader = ConfigReader(fields, where)
+    reader.refuse_other_maths()
     reader.require("hidden_act", ("silu",))
     reader.require("attention_bias", (False, None))
     reader.require("mlp_bias", (False, None))
@@ -40,6 +41,12 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Mod
     window = None
     if architecture.startswith("Mistral"):  # null is no window, left out is the family's default
         window = fields.get("sliding_window", _MISTRAL_WINDOW)
+    kinds = set(fields.get("layer_types") or ())
+    if not kinds <= {"full_attention" if window is None else "sliding_attention"}:
+        raise UnsupportedModelError(
+            f"{where}: config layer_types={sorted(kinds)} with sliding_window={window} is not "
+            "supported for this architecture; all layers must attend alike."
+        )
     return ModelConfig(
         architecture=architecture,
         vocab_size=reader.integer("vocab_size"),

@@ -90,6 +90,10 @@ class ChatTemplate:
             )
         return text[:end]
 
+    def check(self) -> None:
+        """Raises `InvalidRequestError` if the text is not valid Jinja."""
+        self._compile()
+
     def _compile(self) -> None:
         if self._compiled is not None:
             return

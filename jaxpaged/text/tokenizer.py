@@ -165,6 +165,10 @@ def load_tokenizer(source: ModelSource, config: EngineConfig) -> Tokenizer:
     templates = {}
     if config.chat_template is not None:
         templates["default"] = _template_text(config.chat_template)
+        try:
+            ChatTemplate(templates["default"], {}).check()
+        except InvalidRequestError as error:
+            raise ModelLoadError(f"chat_template: {error}") from error
     if config.tokenizer is None:
         path, file = source.path, source.gguf
     else:

@@ -290,3 +290,10 @@ def test_start_up_plans_with_the_length_that_was_asked_for(
 
 def test_block_bytes_follow_the_type() -> None:
     assert block_bytes(LLAMA_3_8B, 16, BF16) == BLOCK
+
+
+@pytest.mark.parametrize("inputs", [CPU, GPU], ids=["cpu", "gpu"])
+def test_exact_sizes_beyond_the_machine_are_refused(inputs: MemoryInputs) -> None:
+    for settings in ({"kv_cache_memory_bytes": "100GiB"}, {"num_gpu_blocks_override": 60_000}):
+        with pytest.raises(ConfigError, match=r"exceed the memory of .* Lower kv_cache_memory"):
+            plan(inputs, **settings)

@@ -5,12 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax import monitoring
 
 from jaxpaged.device.packing import FROM_HISTORY, pack
 from jaxpaged.device.runner import Runner
 from jaxpaged.device.step import StepOutput
+from jaxpaged.errors import ConfigError
 from tests.device.tiny_runner import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -223,3 +226,30 @@ def test_reset_gives_a_new_pool_of_zeros(runner: Runner) -> None:
     assert all(not pool.any() for pool in pools_of(runner))
     sequence.admit()
     assert tokens_of(run(runner, sequence.row(0, 21))) == first
+
+
+def test_reset_compiles_nothing(runner: Runner) -> None:
+    compiled: list[str] = []
+
+    def listen(event: str, seconds: float, **_: object) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    runner.reset()
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        runner.reset()
+        assert compiled == []
+        jax.jit(lambda x: x + 1)(np.float32(len(compiled)))  # the listener hears compiles
+        assert compiled != []
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+
+
+def test_no_room_for_the_pools(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
+
+    monkeypatch.setattr("jaxpaged.device.runner.make_pools", full)
+    with pytest.raises(ConfigError, match=r"no memory for 97 KV blocks.*Lower gpu_memory"):
+        runner._first_state()

@@ -375,10 +375,10 @@ def test_defaults_come_from_the_model(caplog: pytest.LogCaptureFixture) -> None:
         assert llm.engine.intake.limits.eos_token_ids == (1,), "EOS is no sampling default"
 
 
-def test_unusable_defaults_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unusable_default_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     path = folder_with_defaults("bad defaults", {"temperature": -3, "top_k": 5})
     with make(path, enforce_eager=True) as llm:
-        assert llm.default_sampling_params() == SamplingParams()
+        assert llm.default_sampling_params() == SamplingParams(top_k=5)
     (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "generation_config.json" in warning.getMessage() and "-3" in warning.getMessage()
 
@@ -458,3 +458,33 @@ def test_the_memory_plan_is_shown_where_nobody_set_up_logging() -> None:
     assert "Memory plan:" in run.stderr
     assert "Maximum concurrency for 64 tokens per request: 2.00x" in run.stderr
     assert run.stdout == ""
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"abc", {1, 2}], ids=str)
+def test_what_is_no_prompt(prompts: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="prompts must be a prompt"):
+        shared_llm().generate(prompts, GREEDY, use_tqdm=False)
+
+
+def test_what_is_no_conversation() -> None:
+    llm = shared_llm()
+    for messages in (None, "hi", {"role": "user", "content": "hi"}):
+        with pytest.raises(InvalidRequestError, match="messages must be a conversation"):
+            llm.chat(messages, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="chat_template_kwargs must not hold 'tools'"):
+        llm.render_chat([{"role": "user", "content": "hi"}], chat_template_kwargs={"tools": []})
+
+
+def test_results_are_told_as_they_end() -> None:
+    told: dict[int, RequestOutput] = {}
+    lengths = [9, 2, 5]
+    params = [dataclasses.replace(GREEDY, max_tokens=n) for n in lengths]
+    outputs = generate(shared_llm(), [PROMPT] * 3, params, on_finished=told.__setitem__)
+    assert list(told) == [1, 2, 0], "the shortest first"
+    assert all(told[i] is output for i, output in enumerate(outputs))
+
+
+def test_errors_carry_the_index_of_the_prompt() -> None:
+    with pytest.raises(InvalidRequestError, match="prompt 1: ") as error:
+        generate(shared_llm(), [PROMPT, [9999]])
+    assert error.value.index == 1

@@ -277,3 +277,37 @@ def test_rope_settings_of_the_wrong_kind(fields: dict[str, Any], parts: list[str
     with pytest.raises(ModelLoadError) as error:
         read(**fields)
     assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("final_logit_softcapping", 30.0),
+        ("attn_logit_softcapping", 50.0),
+        ("logit_scale", 3),
+        ("embedding_multiplier", 12.0),
+        ("use_sliding_window", False),
+        ("num_local_experts", 8),
+        ("kv_lora_rank", 512),
+    ],
+)
+def test_maths_of_other_families_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"config {key}={value} is not supported"):
+        read(**{key: value})
+    assert read(**{key: None}) == read()
+
+
+def test_layers_that_attend_differently_are_refused() -> None:
+    mixed = ["sliding_attention", "full_attention"]
+    for model_type in ("llama", "mistral"):
+        with pytest.raises(UnsupportedModelError, match="layer_types"):
+            read(model_type, layer_types=mixed)
+    assert read(layer_types=["full_attention"] * 2) == read()
+    assert read("mistral", layer_types=["sliding_attention"] * 2).sliding_window == 32
+    with pytest.raises(UnsupportedModelError, match="layer_types"):
+        read("mistral", layer_types=["full_attention"] * 2)
+
+
+def test_empty_rope_parameters_do_not_hide_rope_scaling() -> None:
+    old = {"rope_type": "linear", "factor": 4.0}
+    assert read(rope_parameters={}, rope_scaling=old).rope == RopeConfig(10000.0, "linear", 4.0)
