@@ -159,3 +159,5 @@ def _check_text(value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise InvalidRequestError("the text is not Unicode (half of a surrogate pair)") from None
+    except RecursionError:  # json.loads goes a little deeper
+        raise InvalidRequestError("not JSON that can be used: nested too deeply") from None

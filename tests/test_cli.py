@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 import jaxpaged
+from jaxpaged import batch
 from jaxpaged.cli import main
+from jaxpaged.errors import InvalidRequestError
 from jaxpaged.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@dataclasses.dataclass
+class Call:
+    """Arguments of one `EchoLLM.generate`."""
+
+    prompts: list[dict[str, Any]]
+    params: list[SamplingParams]
+    priority: list[int]
+
+
 class EchoLLM:
-    """Stands in for LLM: each completion repeats the prompt, one token a character."""
+    """Stands in for LLM: each completion repeats the prompt, one token a character.
+
+    The last prompt finishes first, but where `order` says otherwise.
+    """
 
     made: list[EchoLLM]
     defaults = SamplingParams()
+    order: list[int] | None = None
     raises: BaseException | None = None
+    """What `generate` ends with once everything in `order` is finished."""
 
     def __init__(self, model: str, **config: Any) -> None:
         self.model, self.config = model, config
-        self.calls: list[tuple[str, list[Any], list[SamplingParams]]] = []
+        self.calls: list[Call] = []
         self.closed = False
         self.made.append(self)
 
@@ -45,24 +64,36 @@ class EchoLLM:
     def default_sampling_params(self) -> SamplingParams:
         return self.defaults
 
+    def render_chat(self, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+        if messages[-1]["role"] == "nobody":
+            raise InvalidRequestError("The chat template refused the messages: nobody", "messages")
+        text = f"<{messages[-1]['content']}>"
+        return text, [ord(c) for c in text]
+
     def generate(
-        self, prompts: list[Any], params: list[SamplingParams], *, use_tqdm: bool
+        self,
+        prompts: list[dict[str, Any]],
+        params: list[SamplingParams],
+        *,
+        use_tqdm: bool,
+        priority: list[int],
+        on_finished: Callable[[int, RequestOutput], None],
     ) -> list[RequestOutput]:
+        self.calls.append(Call(prompts, params, priority))
+        for i, prompt in enumerate(prompts):
+            if len(prompt.get("prompt", "")) == 13:  # what an engine finds when it adds a request
+                where = f"prompt {i}: " if len(prompts) > 1 else ""
+                raise InvalidRequestError(f"{where}13 tokens are too many.", "prompt", i)
+        outputs = [self.answer(p, s) for p, s in zip(prompts, params, strict=True)]
+        for i in reversed(range(len(prompts))) if self.order is None else self.order:
+            on_finished(i, outputs[i])
         if self.raises is not None:
             raise self.raises
-        self.calls.append(("generate", prompts, params))
-        texts = [p if isinstance(p, str) else p.get("prompt") for p in prompts]
-        return [self.answer(t, p) for t, p in zip(texts, params, strict=True)]
+        return outputs
 
-    def chat(
-        self, messages: list[Any], params: list[SamplingParams], *, use_tqdm: bool
-    ) -> list[RequestOutput]:
-        self.calls.append(("chat", messages, params))
-        texts = [f"<{conversation[-1]['content']}>" for conversation in messages]
-        return [self.answer(t, p) for t, p in zip(texts, params, strict=True)]
-
-    def answer(self, text: str | None, params: SamplingParams) -> RequestOutput:
-        ids = [ord(c) for c in text or "?"]
+    def answer(self, prompt: dict[str, Any], params: SamplingParams) -> RequestOutput:
+        text = prompt.get("prompt")
+        ids = prompt["prompt_token_ids"] if text is None else [ord(c) for c in text]
         fails = text == "fail"
         table = [{i: Logprob(-0.5, 1, chr(i)), 7: Logprob(float("-inf"), 2, "x")} for i in ids]
         outputs = [
@@ -118,7 +149,7 @@ def test_prompts_from_flags(capsys: pytest.CaptureFixture[str], engine: type[Ech
     assert [record["index"] for record in records] == [0, 1]
     (llm,) = engine.made
     assert (llm.model, llm.config) == ("m", {"max_num_seqs": 3})
-    assert llm.calls[0][2][0].max_tokens == 5
+    assert llm.calls[0].params[0].max_tokens == 5
     assert llm.closed
     assert "requests     2 in " in err
     assert "(2 stop)" in err
@@ -133,8 +164,8 @@ def test_file_in_order_with_everything_mixed(
     capsys: pytest.CaptureFixture[str], engine: type[EchoLLM], tmp_path: Path
 ) -> None:
     lines = [
-        {"messages": [{"role": "user", "content": "one"}]},
-        {"prompt": "two", "cache_salt": "s", "params": {"max_tokens": 2}},
+        {"messages": [{"role": "user", "content": "one"}], "cache_salt": "t"},
+        {"prompt": "two", "cache_salt": "s", "params": {"max_tokens": 2}, "priority": -1},
         {"prompt_token_ids": [5, 6]},
         {"messages": [{"role": "user", "content": "four"}], "params": {"seed": 4}},
     ]
@@ -146,10 +177,77 @@ def test_file_in_order_with_everything_mixed(
     written = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [r["prompt"] for r in written] == ["<one>", "two", None, "<four>"]
     assert [r["index"] for r in written] == [0, 1, 2, 3]
-    generate, chat = engine.made[0].calls
-    assert generate[1] == [{"prompt": "two", "cache_salt": "s"}, {"prompt_token_ids": [5, 6]}]
-    assert [p.max_tokens for p in generate[2]] == [2, 16]
-    assert [p.seed for p in chat[2]] == [9, 4]
+    (call,) = engine.made[0].calls  # one batch, whatever the kinds
+    assert call.prompts == [
+        {"prompt_token_ids": [ord(c) for c in "<one>"], "cache_salt": "t"},
+        {"prompt": "two", "cache_salt": "s"},
+        {"prompt_token_ids": [5, 6]},
+        {"prompt_token_ids": [ord(c) for c in "<four>"]},
+    ]
+    assert [p.max_tokens for p in call.params] == [16, 2, 16, 16]
+    assert [p.seed for p in call.params] == [9, 9, 9, 4]
+    assert call.priority == [0, -1, 0, 0]
+
+
+def test_a_conversation_that_cannot_be_rendered_runs_nothing(
+    capsys: pytest.CaptureFixture[str], engine: type[EchoLLM], tmp_path: Path
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n\n{"messages": [{"role": "nobody", "content": "b"}]}\n')
+    status, _, err = run(capsys, "--prompt-file", str(source), "--out", str(out))
+    assert (status, engine.made[0].calls) == (2, [])
+    assert err == "error: line 3: The chat template refused the messages: nobody\n"
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_what_only_the_model_knows_names_the_prompt(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, others: int
+) -> None:
+    bad = "thirteen char"
+    words = [word for text in [*["fine"] * others, bad] for word in ("--prompt", text)]
+    status, records, err = run(capsys, *words)
+    assert (status, records) == (2, [])
+    assert err == f"error: --prompt number {1 + others}: 13 tokens are too many.\n"
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n" + '{"prompt": "a"}\n' * others + json.dumps({"prompt": bad}))
+    status, records, err = run(capsys, "--prompt-file", str(source))
+    assert (status, records) == (2, [])
+    assert err == f"error: line {2 + others}: 13 tokens are too many.\n"
+
+
+def test_a_result_is_written_once_all_before_it_are(
+    engine: type[EchoLLM], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    seen = []
+
+    class Watched(batch.ResultWriter):
+        def add(self, place: int, output: RequestOutput) -> None:
+            super().add(place, output)
+            seen.append((place, out.read_text().count("\n") if out.exists() else None))
+
+    monkeypatch.setattr(batch, "ResultWriter", Watched)
+    monkeypatch.setattr(engine, "order", [2, 0, 3, 1])
+    words = [word for text in "abcd" for word in ("--prompt", text)]
+    assert main(["generate", *words, "--out", str(out)]) == 0
+    assert seen == [(2, None), (0, 1), (3, 1), (1, 4)]
+    assert [json.loads(line)["index"] for line in out.read_text().splitlines()] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_a_run_that_ends_early_keeps_what_is_done(
+    capsys: pytest.CaptureFixture[str], engine: type[EchoLLM], tmp_path: Path, file: bool
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("earlier\n" * 9)
+    engine.order, engine.raises = [1, 3, 0], KeyboardInterrupt()
+    words = [word for text in "abcd" for word in ("--prompt", text)]
+    status, records, err = run(capsys, *words, *(["--out", str(out)] if file else []))
+    assert (status, err) == (130, "interrupted\n")
+    if file:
+        records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["prompt"] for record in records] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +282,7 @@ def test_the_models_defaults_lose_to_flags_and_flags_to_lines(
     source.write_text('{"prompt": "a", "params": {"top_k": 1}}\n{"prompt": "b"}\n')
     words = ["--prompt-file", str(source), "--top-p", "1", "--top-k", "5"]
     assert run(capsys, *words)[0] == 0
-    first, second = engine.made[0].calls[0][2]
+    first, second = engine.made[0].calls[0].params
     assert (first.temperature, first.top_p, first.top_k) == (0.6, 1.0, 1)
     assert (second.temperature, second.top_p, second.top_k) == (0.6, 1.0, 5)
 
@@ -268,11 +366,38 @@ def test_an_earlier_result_survives_a_failed_run(
 ) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("earlier\n")
-    engine.raises = KeyboardInterrupt()
+    engine.order, engine.raises = [], KeyboardInterrupt()
     status, _, err = run(capsys, "--prompt", "a", "--out", str(out))
     assert (status, err) == (130, "interrupted\n")
     assert engine.made[0].closed
     assert out.read_text() == "earlier\n"
+
+
+def test_a_run_without_results_leaves_no_file(
+    capsys: pytest.CaptureFixture[str], engine: type[EchoLLM], tmp_path: Path
+) -> None:
+    engine.order, engine.raises = [], KeyboardInterrupt()
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    for out in (tmp_path / "out.jsonl", link):
+        assert run(capsys, "--prompt", "a", "--out", str(out))[0] == 130
+    assert list(tmp_path.iterdir()) == [link]
+
+
+def test_a_reader_at_the_end_of_a_named_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:
+        assert main(["generate", "--prompt", "a", "--out", str(pipe)]) == 0
+        assert json.loads(reader.communicate(timeout=60)[0])["prompt"] == "a"
+
+
+def test_none_reaches_the_engine(capsys: pytest.CaptureFixture[str], engine: type[EchoLLM]) -> None:
+    words = ["--max-model-len", "none", "--kv-cache-memory-bytes", "none", "--revision", "none"]
+    assert run(capsys, "--prompt", "a", *words, "--max-tokens", "none")[0] == 0
+    config = {"max_model_len": None, "kv_cache_memory_bytes": None, "revision": None}
+    assert engine.made[0].config == config
+    assert engine.made[0].calls[0].params[0].max_tokens is None
 
 
 def test_two_sources_of_prompts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,17 +407,34 @@ def test_two_sources_of_prompts_are_refused(capsys: pytest.CaptureFixture[str]) 
     assert "not allowed with" in capsys.readouterr().err
 
 
-def test_a_reader_that_leaves_is_no_traceback() -> None:
-    code = (
-        "import sys; sys.path.insert(0, 'tests'); import jaxpaged, test_cli\n"
-        "test_cli.EchoLLM.made = []; vars(jaxpaged)['LLM'] = test_cli.EchoLLM\n"
-        "sys.exit(test_cli.main(['generate', '--prompt', 'x' * 300000]))"
+ECHO = (
+    "import sys; sys.path.insert(0, 'tests'); import jaxpaged, test_cli\n"
+    "test_cli.EchoLLM.made = []; vars(jaxpaged)['LLM'] = test_cli.EchoLLM\n"
+    "sys.exit(test_cli.main(['generate', *sys.argv[1:]]))"
+)
+"""The command as a process of its own, on an `EchoLLM`."""
+
+
+def shell(tail: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command with `words` and what the shell makes of `tail`, such as a redirection."""
+    return subprocess.run(
+        ["sh", "-c", f'"$@" {tail}', "sh", sys.executable, "-c", ECHO, *words],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_a_reader_that_leaves_is_no_traceback(size: int) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
         run = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-c", ECHO, "--prompt", "x" * size],
             cwd=ROOT,
             stdout=writing,
             stderr=subprocess.PIPE,
@@ -303,6 +445,78 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     finally:
         os.close(writing)
     assert (run.returncode, run.stderr) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("size", [3, 100_000])
+@pytest.mark.parametrize(
+    ("tail", "name"), [(">/dev/full", "standard output"), ("--out /dev/full", "--out /dev/full")]
+)
+def test_a_full_disk_is_a_clear_error(tail: str, name: str, size: int) -> None:
+    result = shell(tail, "--prompt", "x" * size)
+    assert result.returncode == 1
+    assert result.stderr == f"error: {name}: No space left on device; 0 results were written.\n"
+
+
+def test_a_disk_that_fills_up_keeps_what_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ["--prompt", "first", "--prompt", "x" * 10_000, "--prompt", "third"]
+    # A limit on the size of files, of 2 blocks of 512 bytes, stands for the disk's end.
+    limited = ["sh", "-c", 'trap "" XFSZ; ulimit -f 2; exec "$@"', "sh", sys.executable, "-B"]
+    result = subprocess.run(
+        [*limited, "-c", ECHO, *words, "--out", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr == f"error: --out {out}: File too large; 1 results were written.\n"
+    assert json.loads(out.read_text().splitlines()[0])["prompt"] == "first"
+
+
+@pytest.mark.parametrize(
+    ("tail", "words", "reason"),
+    [
+        ("<&-", [], "there are no prompts: standard input is closed; use --prompt"),
+        ("<&-", ["--prompt-file", "-"], "there are no prompts: standard input is closed"),
+        (">&-", ["--prompt", "a"], "standard output is closed; use --out"),
+        ("0>/dev/null", [], "standard input: "),
+    ],
+)
+def test_closed_streams_are_clear_errors(tail: str, words: list[str], reason: str) -> None:
+    result = shell(tail, *words)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {reason}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_closed_streams_that_are_not_needed(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    result = shell("<&- >&- 2>&-", "--prompt", "a", "--out", str(out))
+    assert result.returncode == 0
+    assert json.loads(out.read_text())["prompt"] == "a"
+
+
+def test_a_progress_bar_and_results_share_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    engine = EchoLLM.__new__(EchoLLM)
+    outputs = [engine.answer({"prompt": text}, SamplingParams()) for text in "ab"]
+    with tqdm(total=2, desc="bar", file=screen) as bar, batch.ResultWriter(None) as results:
+        for place, output in enumerate(outputs):
+            results.add(place, output)
+            bar.update()
+    # A result begins where the cursor went back to, not behind the bar.
+    before = [part.rpartition("\r")[2] for part in screen.getvalue().split('{"index"')[:-1]]
+    assert before == ["", ""]
+    assert screen.getvalue().count("bar:") >= 3
 
 
 def test_the_script_is_a_door_to_the_command() -> None:

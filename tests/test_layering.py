@@ -15,15 +15,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jaxpaged", "pallas_kernels", "server")
 
-BASE = {"errors", "config", "sampling_params", "outputs"}
+BASE = {"errors", "checks", "config", "sampling_params", "outputs"}
 MODEL_SIDE = BASE | {"sharding", "weights", "models"}
 ENGINE_SIDE = MODEL_SIDE | {"core", "text", "device", "metrics"}
 COMMAND_SIDE = ENGINE_SIDE | {"engine", "llm", "flags", "jobs", "batch", "cli"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "checks": set(),
     "outputs": set(),
-    "config": {"errors"},
-    "sampling_params": {"errors"},
+    "config": {"errors", "checks"},
+    "sampling_params": {"errors", "checks"},
     "sharding": BASE,
     "metrics": BASE,
     "weights": BASE | {"sharding"},
