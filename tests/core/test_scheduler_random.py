@@ -153,8 +153,8 @@ TestSchedulerMachine = SchedulerMachine.TestCase
     ("profile", "num_blocks"), [("roomy", 400), ("many preemptions", 40)], ids=["roomy", "tight"]
 )
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_ten_thousand_random_steps(profile: str, num_blocks: int, policy: str) -> None:
-    """Two policies and two profiles; together 40,000 steps."""
+def test_twenty_thousand_random_steps(profile: str, num_blocks: int, policy: str) -> None:
+    """Two policies and two profiles; together 80,000 steps."""
     rng = random.Random(f"{profile} {policy}")
     config = make_config(
         num_blocks=num_blocks,
@@ -167,7 +167,7 @@ def test_ten_thousand_random_steps(profile: str, num_blocks: int, policy: str) -
     sim = Sim(config, check=False)
     number = 0
     alive: list[Request] = []
-    while len(sim.steps) < 10_000:
+    while len(sim.steps) < 20_000:
         if sim.scheduler.num_waiting < 20 and rng.random() < 0.6:
             tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 40))]
             request = make_request(
