@@ -72,7 +72,7 @@ def run_jobs(
     except InvalidRequestError as error:
         if error.index is None:
             raise
-        reason = str(error).removeprefix(f"prompt {error.index}: ")
+        reason = error.__cause__ or error  # without "prompt N": the line says more
         raise InputError(f"{jobs[error.index].where}: {reason}") from error
 
 

@@ -172,11 +172,10 @@ def logprob_dict(
     entry = {
         token: Logprob(float(samples.logprob[row]), int(samples.rank[row]), _text(tokenizer, token))
     }
-    ids: Sequence[int] = samples.top_ids[row].tolist()
-    values: Sequence[float] = samples.top_logprobs[row].tolist()
+    asked = slice(None if count < 0 else count)
+    ids: Sequence[int] = samples.top_ids[row, asked].tolist()
+    values: Sequence[float] = samples.top_logprobs[row, asked].tolist()
     for rank, (other, value) in enumerate(zip(ids, values, strict=True), start=1):
-        if rank > count >= 0:
-            break
         if other != token and other >= 0:
             entry[other] = Logprob(value, rank, _text(tokenizer, other))
     return entry

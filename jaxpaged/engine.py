@@ -296,16 +296,17 @@ class Engine:
                 self._in_flight.clear()
             else:
                 self._finish_step(entry.step, result)
-        text = f"The step that computed this request failed: {_told(error)}"
-        for core in self.scheduler.fail_steps(failed, text):
-            self._ended(_completion(core))
-        self.runner.reset()
+        self._start_over(failed, f"The step that computed this request failed: {_told(error)}")
 
     def _drop_in_flight(self, error: BaseException) -> None:
         """A step was cut off anywhere: what is on its way is lost, all others are recomputed."""
         self._in_flight.clear()
         text = f"The step that computed this request was cut off: {_told(error)}"
-        for core in self.scheduler.fail_steps(list(self.scheduler.in_flight), text):
+        self._start_over(list(self.scheduler.in_flight), text)
+
+    def _start_over(self, failed: list[ScheduledStep], text: str) -> None:
+        """On a new pool: what was in the failed steps ends with this error."""
+        for core in self.scheduler.fail_steps(failed, text):
             self._ended(_completion(core))
         self.runner.reset()
 

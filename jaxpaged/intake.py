@@ -44,7 +44,6 @@ class Limits:
     vocab_size: int
     max_model_len: int
     max_logprobs: int
-    max_num_seqs: int
     eos_token_ids: tuple[int, ...]
 
 

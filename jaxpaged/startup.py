@@ -52,7 +52,8 @@ def build_engine(config: EngineConfig) -> Engine:
     is compiled.
     """
     _show_log(config)
-    claim_device_memory(config.gpu_memory_utilization)  # before anything opens the device
+    # Before anything opens the device.
+    fraction = claim_device_memory(config.gpu_memory_utilization)
     source = resolve_source(config, supported_architectures=supported_architectures())
     wanted_length(config, find_model(source.hf_config, str(source.path))[1])  # before the weights
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source, config)
@@ -70,7 +71,7 @@ def build_engine(config: EngineConfig) -> Engine:
         max_logprobs=vocab if config.max_logprobs == -1 else min(config.max_logprobs, vocab),
         valid_vocab=vocab,
     )
-    plan = _plan(config, loaded, buckets, settings, num_seqs)
+    plan = _plan(config, loaded, buckets, settings, num_seqs, fraction)
     scheduler = Scheduler(_scheduler_config(config, plan, num_seqs, budget))
     runner = Runner(
         config,
@@ -88,7 +89,6 @@ def build_engine(config: EngineConfig) -> Engine:
         vocab_size=vocab,
         max_model_len=plan.max_model_len,
         max_logprobs=settings.max_logprobs,
-        max_num_seqs=num_seqs,
         eos_token_ids=eos_token_ids(source, tokenizer, vocab),
     )
     return Engine(
@@ -133,6 +133,7 @@ def _plan(
     buckets: Buckets,
     settings: StepSettings,
     num_seqs: int,
+    fraction: float,
 ) -> MemoryPlan:
     asked = config.max_model_len
     length = asked if isinstance(asked, int) else loaded.config.max_position
@@ -141,9 +142,7 @@ def _plan(
         step_bytes=lambda: step_temporaries(config, loaded, buckets, settings, num_seqs, length),
         slot_bytes=slot_state_bytes(num_seqs, length),
         device_bytes=device_memory(
-            loaded.mesh.devices.flat[0],
-            config.gpu_memory_utilization,
-            claim_device_memory(config.gpu_memory_utilization),
+            loaded.mesh.devices.flat[0], config.gpu_memory_utilization, fraction
         ),
         host_bytes=host_memory(),
     )

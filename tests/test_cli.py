@@ -83,7 +83,8 @@ class EchoLLM:
         for i, prompt in enumerate(prompts):
             if len(prompt.get("prompt", "")) == 13:  # what an engine finds when it adds a request
                 where = f"prompt {i}: " if len(prompts) > 1 else ""
-                raise InvalidRequestError(f"{where}13 tokens are too many.", "prompt", i)
+                error = InvalidRequestError("13 tokens are too many.", "prompt")
+                raise InvalidRequestError(f"{where}{error}", error.param, i) from error
         outputs = [self.answer(p, s) for p, s in zip(prompts, params, strict=True)]
         for i in reversed(range(len(prompts))) if self.order is None else self.order:
             on_finished(i, outputs[i])

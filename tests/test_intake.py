@@ -20,7 +20,6 @@ LIMITS = Limits(
     vocab_size=VOCAB,
     max_model_len=MAX_LEN,
     max_logprobs=MAX_LOGPROBS,
-    max_num_seqs=8,
     eos_token_ids=(1,),
 )
 OK = [11, 12, 13]
@@ -136,7 +135,7 @@ def test_params_of_another_type(intake: Intake, params: Any) -> None:
 
 
 def test_stop_ids_and_eos_ids_fill_a_slot_together(tokenizer: Tokenizer) -> None:
-    many = Limits(VOCAB, MAX_LEN, MAX_LOGPROBS, 8, tuple(range(200)))
+    many = Limits(VOCAB, MAX_LEN, MAX_LOGPROBS, tuple(range(200)))
     params = SamplingParams(stop_token_ids=list(range(300, 357)), min_tokens=1)
     with pytest.raises(InvalidRequestError, match="257.*256") as caught:
         build(Intake(many, tokenizer, 0), OK, params)
@@ -157,7 +156,7 @@ def test_without_tokenizer(params: dict[str, Any], name: str) -> None:
 
 
 def test_a_tokenizer_that_knows_more_ids_than_the_model(tokenizer: Tokenizer) -> None:
-    small = Intake(Limits(100, MAX_LEN, MAX_LOGPROBS, 8, ()), tokenizer, 0)
+    small = Intake(Limits(100, MAX_LEN, MAX_LOGPROBS, ()), tokenizer, 0)
     text = "中"  # made of the last bytes of the alphabet
     beyond = max(tokenizer.encode(text))
     assert beyond >= 100

@@ -131,16 +131,12 @@ class Scheduler:
         if was_running:
             self._release(request)
         request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
-        request.stop_reason = stop_reason
-        request.error = error
         request.epoch += 1
         request.num_inflight = 0
         if not was_running:
             self._waiting.note_finished()
         del self._requests[request.request_id]
-        counts = self.stats.requests_finished
-        counts[reason] = counts.get(reason, 0) + 1
+        self._record_ending(request, reason, stop_reason, error)
 
     def amend_ending(
         self,
@@ -156,10 +152,16 @@ class Scheduler:
         counts[request.finish_reason] -= 1
         if counts[request.finish_reason] == 0:
             del counts[request.finish_reason]
-        counts[reason] = counts.get(reason, 0) + 1
+        self._record_ending(request, reason, stop_reason, error)
+
+    def _record_ending(
+        self, request: Request, reason: str, stop_reason: int | str | None, error: str | None
+    ) -> None:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         request.error = error
+        counts = self.stats.requests_finished
+        counts[reason] = counts.get(reason, 0) + 1
 
     def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
         """Forget all cached prefixes. False, and nothing changed, while requests hold blocks,

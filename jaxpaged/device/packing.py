@@ -9,6 +9,7 @@ Legend: `R` rows, `P` prompt tokens, `NT` tiles, `M` block-table width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,7 @@ class Layout:
 
     @property
     def num_ints(self) -> int:
-        return sum(int(np.prod(shape)) for shape in self.fields.values())
+        return sum(math.prod(shape) for shape in self.fields.values())
 
     @property
     def num_floats(self) -> int:
@@ -85,7 +86,7 @@ class Layout:
         """Views of the fields, of a numpy array on the host or a traced one in the program."""
         views, start = {}, 0
         for name, shape in self.fields.items():
-            size = int(np.prod(shape))
+            size = math.prod(shape)
             views[name] = ints[start : start + size].reshape(shape)
             start += size
         return views

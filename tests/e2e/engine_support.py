@@ -109,7 +109,7 @@ def fresh_engine(
             engine.reset_prefix_cache()
     assert scheduler.get("num_blocks", 2) <= NUM_BLOCKS
     config = dataclasses.replace(base.scheduler.config, max_model_len=max_model_len, **scheduler)
-    changed = {"max_model_len": max_model_len, "max_num_seqs": config.max_num_seqs}
+    changed = {"max_model_len": max_model_len}
     engine = Engine(
         Scheduler(config),
         base.runner,
