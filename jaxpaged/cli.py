@@ -1,4 +1,6 @@
-"""The command line: `jaxpaged generate`. Help and checks of arguments never import jax."""
+"""The command line: `jaxpaged generate` and `jaxpaged convert`. Help and checks of arguments never
+import jax.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,13 @@ Sampling defaults come from the model's generation_config where it has one. The 
 for None in every field that may be None, as in --max-tokens none.
 Exit status: 0, 1 when a request failed or results could not be written, 2 for wrong arguments or
 input, 130 after Ctrl-C.
+"""
+
+CONVERT_EPILOG = """\
+SRC is a folder, a .gguf file, a hub id (or owner/name/FILE.gguf), the alias of the embedded model,
+or a folder with an Orbax checkpoint. DST appears whole or not at all: it holds config.json, the
+tokenizer, and the weights under their Hugging Face names, on which any mesh can load them.
+Exit status: 0, 1 when writing failed, 2 for wrong arguments or a broken SRC, 130 after Ctrl-C.
 """
 
 
@@ -82,7 +92,45 @@ def build_parser() -> argparse.ArgumentParser:
     flags.add_flags(generate, SamplingParams, "sampling", clashes=SAMPLING_CLASHES)
     flags.add_flags(generate, EngineConfig, "engine")
     generate.set_defaults(command=run_generate)
+    convert = commands.add_parser(
+        "convert",
+        help="write a model's weights as Orbax or safetensors",
+        description="Write a model's weights as an Orbax checkpoint or as safetensors.",
+        epilog=CONVERT_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_convert_flags(convert)
+    convert.set_defaults(command=run_convert)
     return parser
+
+
+def _add_convert_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("src", metavar="SRC", help="the model")
+    parser.add_argument("dst", metavar="DST", help="a new or empty folder")
+    parser.add_argument(
+        "--to",
+        choices=("orbax", "safetensors"),
+        help="what to write (default: orbax, and safetensors where SRC is Orbax)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="type of the weights; auto keeps them, quantised ones become float32 (default: auto)",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="most bytes of one safetensors file, such as 500MB or 2GiB (default: 5GB)",
+    )
+    parser.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit of a hub id (default: the hub's)"
+    )
+    parser.add_argument(
+        "--disable-progress", action="store_true", help="no progress bar (default: False)"
+    )
 
 
 def _add_input_flags(parser: argparse.ArgumentParser) -> None:
@@ -116,25 +164,52 @@ def run_generate(args: argparse.Namespace) -> int:
     work = _read_jobs(args, params)
     if not work:
         raise jobs.InputError("there are no prompts: the input is empty.")
-    _check_out(args.out, args.prompt_file)
+    speaks = config.process_id == 0  # all processes compute the results, one of them tells
+    if speaks:
+        _check_out(args.out, args.prompt_file)
+    else:
+        settings["disable_progress"] = True
+        logging.getLogger("jaxpaged").setLevel(logging.WARNING)
 
     from jaxpaged import LLM  # imports jax, which takes a second: only once all else is right
 
     settings.pop("model", None)
-    with LLM(config.model, **settings) as llm, batch.ResultWriter(args.out) as results:
+    with _stdout_for_results_only(config.num_processes):
+        llm = LLM(config.model, **settings)
+    with llm, batch.ResultWriter(args.out) as results:
         start = time.perf_counter()
         outputs = batch.run_jobs(
             llm,
             work,
             params,
-            use_tqdm=not config.disable_progress,
-            on_finished=results.add,
+            use_tqdm=speaks and not config.disable_progress,
+            on_finished=results.add if speaks else lambda place, output: None,
         )
         seconds = time.perf_counter() - start
         stats = llm.stats()
-    sys.stderr.write(batch.summary(outputs, stats, seconds) + "\n")
+    if speaks:
+        sys.stderr.write(batch.summary(outputs, stats, seconds) + "\n")
     failed = any(c.finish_reason == "error" for output in outputs for c in output.outputs)
     return EXIT_FAILED if failed else 0
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    from jaxpaged import convert  # not for --help: it brings numpy, TensorStore, tokenizers
+
+    try:
+        convert.convert(
+            args.src,
+            args.dst,
+            dtype=args.dtype,
+            to=args.to,
+            max_shard_size=args.max_shard_size,
+            revision=args.revision,
+            progress=not args.disable_progress,
+        )
+    except convert.ConvertError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_FAILED
+    return 0
 
 
 def _read_jobs(args: argparse.Namespace, params: dict[str, Any]) -> list[jobs.Job]:
@@ -162,6 +237,24 @@ def _read_stdin() -> bytes:
         return sys.stdin.buffer.read()
     except OSError as error:
         raise jobs.InputError(f"standard input: {error.strerror or error}.") from error
+
+
+@contextmanager
+def _stdout_for_results_only(num_processes: int) -> Iterator[None]:
+    """Standard output goes to standard error: the library by which processes talk greets there, in
+    C++, when they first do.
+    """
+    if num_processes == 1 or sys.stdout is None:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _check_out(out: str | None, prompt_file: str | None) -> None:

@@ -137,12 +137,16 @@ class RequestState:
     def add_prompt_logprobs(
         self, samples: HostSamples, first_row: int, position: int, count: int
     ) -> None:
-        """Logprobs of the prompt tokens that follow a chunk's `count` tokens from `position` on."""
+        """Logprobs of the prompt tokens that follow a chunk's `count` tokens from `position` on.
+
+        The first ones stay: a sequence that has outgrown its rotary frequencies computes its prompt
+        again with others.
+        """
         assert self.prompt_logprobs is not None and self.params.prompt_logprobs is not None
         wanted = self.params.prompt_logprobs
         for offset in range(count):
             target = position + offset + 1
-            if target < len(self.prompt_token_ids):
+            if target < len(self.prompt_token_ids) and self.prompt_logprobs[target] is None:
                 entry = logprob_dict(samples, first_row + offset, wanted, self.tokenizer)
                 self.prompt_logprobs[target] = entry
 

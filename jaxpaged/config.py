@@ -13,7 +13,7 @@ from jaxpaged import checks
 from jaxpaged.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "orbax", "gguf", "dummy")
 ATTENTION_BACKENDS = ("auto", "reference")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_SEED = 2**64 - 1
@@ -37,7 +37,7 @@ class EngineConfig:
     revision: str | None = None
     """Branch, tag or commit of a hub id; None is the hub's default."""
     load_format: str = "auto"
-    """auto, safetensors, gguf, or dummy (random weights, only the model's config is read)."""
+    """auto, safetensors, orbax, gguf, or dummy (random weights; only a config is read)."""
     dtype: str = "auto"
     """Type of weights, activations and KV cache: auto, float32, bfloat16 or float16."""
     seed: int = 0
@@ -72,6 +72,14 @@ class EngineConfig:
     """Most logprobs a request may ask for; -1 is the whole vocabulary."""
     attention_backend: str = "auto"
     """auto or reference."""
+    tensor_parallel_size: int | None = None
+    """Devices to cut the model over; None is 1, or all devices of several processes."""
+    coordinator: str | None = None
+    """HOST:PORT where process 0 of several waits for the others."""
+    num_processes: int = 1
+    """Processes that run the model together, each started with the same settings."""
+    process_id: int = 0
+    """Which of them this is, from 0."""
     enforce_eager: bool = False
     """Skip warm-up; programs are compiled at first use."""
     async_scheduling: bool = True
@@ -93,6 +101,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         checks.normalise(self, _CHECKS, _error)
+        if self.process_id >= self.num_processes:
+            raise ConfigError(
+                f"process_id={self.process_id} must be below num_processes={self.num_processes}."
+            )
+        if self.num_processes > 1 and self.coordinator is None:
+            raise ConfigError(
+                f"num_processes={self.num_processes} needs coordinator, the HOST:PORT at which "
+                "process 0 can be reached."
+            )
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> EngineConfig:
@@ -114,6 +131,14 @@ def _model_len(value: Any) -> int | str:
     if length < 2:
         raise checks.Broken("an integer >= 2, auto")
     return length
+
+
+def _address(value: Any) -> str:
+    text: str = checks.text("HOST:PORT, such as 10.0.0.1:1234")(value)
+    host, colon, port = text.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise checks.Broken("HOST:PORT, such as 10.0.0.1:1234")
+    return text
 
 
 def _buckets(value: Any) -> tuple[int, ...]:
@@ -147,6 +172,10 @@ _CHECKS: dict[str, checks.Check] = {
     "watermark": checks.number("a number in [0, 1)", lambda x: 0 <= x < 1),
     "max_logprobs": checks.integer(-1),
     "attention_backend": checks.choice(*ATTENTION_BACKENDS),
+    "tensor_parallel_size": checks.optional(checks.integer(1)),
+    "coordinator": checks.optional(_address),
+    "num_processes": checks.integer(1),
+    "process_id": checks.integer(0),
     "enforce_eager": checks.boolean,
     "async_scheduling": checks.boolean,
     "generation_config": checks.choice("auto", "none", "vllm"),

@@ -10,13 +10,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.errors import ConfigError
 
-MESH_AXES = ("data", "tensor")
+TENSOR_AXIS = "tensor"
+MESH_AXES = ("data", TENSOR_AXIS)
 
 RULES: Mapping[str, str | None] = {
     "kv_heads": "tensor",  # with each KV head go the query heads of its group
+    "heads": "tensor",
     "mlp": "tensor",
+    "experts": "tensor",
     "vocab": "tensor",
     "embed": None,
+    "latent": None,
     "head_dim": None,
     "heads_of_group": None,
     "gate_up": None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from jaxpaged.config import (
 from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
 from jaxpaged.device.attention import choose_backend
 from jaxpaged.device.buckets import Buckets, choose_buckets
+from jaxpaged.device.cluster import join, least
+from jaxpaged.device.kv_cache import KVLayout
 from jaxpaged.device.memory_plan import (
     MemoryInputs,
     MemoryPlan,
@@ -54,6 +57,7 @@ def build_engine(config: EngineConfig) -> Engine:
     _show_log(config)
     # Before anything opens the device.
     fraction = claim_device_memory(config.gpu_memory_utilization)
+    join(config)
     source = resolve_source(config, supported_architectures=supported_architectures())
     wanted_length(config, find_model(source.hf_config, str(source.path))[1])  # before the weights
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source, config)
@@ -70,9 +74,10 @@ def build_engine(config: EngineConfig) -> Engine:
         block_size=config.block_size,
         max_logprobs=vocab if config.max_logprobs == -1 else min(config.max_logprobs, vocab),
         valid_vocab=vocab,
+        kv_layout=KVLayout.of(loaded.config),
     )
-    plan = _plan(config, loaded, buckets, settings, num_seqs, fraction)
-    scheduler = Scheduler(_scheduler_config(config, plan, num_seqs, budget))
+    plan = _plan(config, loaded, buckets, settings, num_seqs, budget, fraction)
+    scheduler = Scheduler(_scheduler_config(config, loaded, plan, num_seqs, budget))
     runner = Runner(
         config,
         loaded,
@@ -133,6 +138,7 @@ def _plan(
     buckets: Buckets,
     settings: StepSettings,
     num_seqs: int,
+    budget: int,
     fraction: float,
 ) -> MemoryPlan:
     asked = config.max_model_len
@@ -142,11 +148,17 @@ def _plan(
         step_bytes=lambda: step_temporaries(config, loaded, buckets, settings, num_seqs, length),
         slot_bytes=slot_state_bytes(num_seqs, length),
         device_bytes=device_memory(
-            loaded.mesh.devices.flat[0], config.gpu_memory_utilization, fraction
+            loaded.mesh.local_devices[0], config.gpu_memory_utilization, fraction
         ),
         host_bytes=host_memory(),
+        max_tokens_in_step=budget,
+        host_devices=len(loaded.mesh.local_devices),
     )
     plan = plan_memory(config, loaded.config, loaded.dtype, num_seqs, inputs)
+    # Processes with different memory must still agree.
+    plan = dataclasses.replace(
+        plan, num_blocks=least(plan.num_blocks), max_model_len=least(plan.max_model_len)
+    )
     _log.info("Memory plan:\n%s", "\n".join(plan.lines))
     if config.max_model_len is None and plan.max_model_len < loaded.config.max_position:
         _log.warning(
@@ -158,7 +170,7 @@ def _plan(
 
 
 def _scheduler_config(
-    config: EngineConfig, plan: MemoryPlan, num_seqs: int, budget: int
+    config: EngineConfig, loaded: LoadedModel, plan: MemoryPlan, num_seqs: int, budget: int
 ) -> SchedulerConfig:
     if config.long_prefill_token_threshold > plan.max_model_len:
         raise ConfigError(
@@ -176,6 +188,9 @@ def _scheduler_config(
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
+        windows=KVLayout.of(loaded.config).windows,
+        rope_rule=loaded.config.rope.rule,
+        rope_threshold=loaded.config.rope.threshold,
     )
 
 

@@ -33,14 +33,15 @@ TILES_PER_GROUP = 8
 MIN_MATMUL_ROWS = 8
 _LOG2_E = math.log2(math.e)
 _LOWEST_TOP = -(2.0**30)
+_FAR = 2**31 - 1
 MAX_MATMUL_ROWS = 32
 
 
-def query_tile(num_query_heads: int, num_kv_heads: int) -> int:
-    """Tokens of one prefill tile, so that tile x G stays within the bit-stable range of matmul
-    rows.
+def query_tile(group: int) -> int:
+    """Tokens of one prefill tile for G query heads a KV head, so that tile x G stays within the
+    bit-stable range of matmul rows.
     """
-    return max(1, MAX_MATMUL_ROWS // (num_query_heads // num_kv_heads))
+    return max(1, MAX_MATMUL_ROWS // group)
 
 
 def load_pool(raw: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -86,22 +87,30 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(biased << 23, jnp.float32)
 
 
+def _value_dim(v_pool: jax.Array | None, given: int | None) -> int:
+    if v_pool is not None:
+        return int(v_pool.shape[2])
+    assert given is not None, "values that are part of the keys need value_dim"
+    return given
+
+
 @functools.partial(jax.named_call, name="attend_group")
 def _attend_group(
     q: jax.Array,  # [W, K, m, H], m = tile tokens x G (padded to MIN_MATMUL_ROWS)
     q_pos: jax.Array,  # i32 [W, m] absolute position of each query; -1 = padding
     tables: jax.Array,  # i32 [W, M] block ids
-    num_chunks: jax.Array,  # i32 [] chunks of the longest context in the group
     k_pool: jax.Array,  # [S, K, H]
-    v_pool: jax.Array,
+    v_pool: jax.Array | None,  # [S, K, HV]; None: the first HV elements of K
     *,
     block_size: int,
     scale: float,
     window: int | None,
     soft_cap: float | None,
-) -> jax.Array:  # f32 [W, K, m, H]
+    value_dim: int,
+) -> jax.Array:  # f32 [W, K, m, HV]
     dtype = q.dtype
-    width, heads, rows, dim = q.shape
+    width, heads, rows, _ = q.shape
+    first_chunk, num_chunks = _chunks(q_pos, window)
     context = q_pos.max(axis=1)  # last position any query of the tile may see
 
     def chunk(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -110,7 +119,10 @@ def _attend_group(
         blocks = jnp.take(tables, pos // block_size, axis=1, mode="clip")
         slots = blocks * block_size + (pos % block_size)[None, :]
         k = load_pool(jnp.take(k_pool, slots, axis=0, mode="clip"), dtype)  # [W, C, K, H]
-        v = load_pool(jnp.take(v_pool, slots, axis=0, mode="clip"), dtype)
+        if v_pool is None:
+            v = k[..., :value_dim]
+        else:
+            v = load_pool(jnp.take(v_pool, slots, axis=0, mode="clip"), dtype)
         # Slots past the context hold whatever was there: 0 x NaN must not reach the sum.
         v = jnp.where((pos[None, :] <= context[:, None])[:, :, None, None], v, jnp.zeros((), dtype))
         scores = lax.dot_general(
@@ -138,22 +150,29 @@ def _attend_group(
     start = (
         jnp.full((width, heads, rows, 1), _LOWEST_TOP, jnp.float32),
         jnp.zeros((width, heads, rows, 1), jnp.float32),
-        jnp.zeros((width, heads, rows, dim), jnp.float32),
+        jnp.zeros((width, heads, rows, value_dim), jnp.float32),
     )
     total: jax.Array
     acc: jax.Array
-    _, total, acc = lax.fori_loop(0, num_chunks, chunk, start)
+    _, total, acc = lax.fori_loop(first_chunk, num_chunks, chunk, start)
     return acc / jnp.where(total == 0.0, 1.0, total)
 
 
-def _num_chunks(last_position: jax.Array) -> jax.Array:
-    return (last_position + CHUNK) // CHUNK  # -1 (nothing to see) gives 0
+def _chunks(q_pos: jax.Array, window: int | None) -> tuple[jax.Array | int, jax.Array]:
+    """The chunks [first, end) that some query sees; those between are the same for all tiles, and
+    one that is masked whole for a tile changes none of its bits.
+    """
+    end = (q_pos.max() + CHUNK) // CHUNK  # -1 (nothing to see) gives 0
+    if window is None:
+        return 0, end
+    earliest = jnp.where(q_pos >= 0, q_pos, _FAR).min() - (window - 1)
+    return jnp.clip(earliest // CHUNK, 0, end), end
 
 
 def paged_decode(
     q: jax.Array,
     k_pool: jax.Array,
-    v_pool: jax.Array,
+    v_pool: jax.Array | None,
     block_tables: jax.Array,
     positions: jax.Array,
     *,
@@ -161,6 +180,7 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    value_dim: int | None = None,
 ) -> jax.Array:
     """Attention of one query token a row over its paged context.
 
@@ -172,6 +192,7 @@ def paged_decode(
     rows, num_heads, dim = q.shape
     kv_heads = k_pool.shape[1]
     group = num_heads // kv_heads
+    dim_out = _value_dim(v_pool, value_dim)
     padded = max(MIN_MATMUL_ROWS, group)
     width = TILES_PER_GROUP
     tail = -rows % width
@@ -189,27 +210,28 @@ def paged_decode(
             lax.dynamic_slice_in_dim(q, first, width),
             jnp.broadcast_to(pos[:, None], (width, padded)),
             lax.dynamic_slice_in_dim(block_tables, first, width),
-            _num_chunks(pos.max()),
             k_pool,
             v_pool,
             block_size=block_size,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            value_dim=dim_out,
         )
         return lax.dynamic_update_slice_in_dim(out, result.astype(q.dtype), first, 0)
 
     # Live rows stand first. The traced bound also keeps XLA from inlining a loop of one group,
     # which would be fused, and so rounded, differently.
     groups = (jnp.sum(positions >= 0, dtype=jnp.int32) + width - 1) // width
-    out: jax.Array = lax.fori_loop(0, groups, one_group, jnp.zeros_like(q))
-    return out[:rows, :, :group].reshape(rows, num_heads, dim)
+    out = jnp.zeros((*q.shape[:-1], dim_out), q.dtype)
+    out = lax.fori_loop(0, groups, one_group, out)
+    return out[:rows, :, :group].reshape(rows, num_heads, dim_out)
 
 
 def paged_prefill(
     q: jax.Array,
     k_pool: jax.Array,
-    v_pool: jax.Array,
+    v_pool: jax.Array | None,
     block_tables: jax.Array,
     tile_row: jax.Array,
     tile_start: jax.Array,
@@ -223,6 +245,7 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    value_dim: int | None = None,
 ) -> jax.Array:
     """Causal attention of new tokens over their paged context, which includes themselves (already
     written).
@@ -238,6 +261,7 @@ def paged_prefill(
     _, num_heads, dim = q.shape
     kv_heads = k_pool.shape[1]
     group = num_heads // kv_heads
+    dim_out = _value_dim(v_pool, value_dim)
     rows = max(MIN_MATMUL_ROWS, tile * group)
     width = TILES_PER_GROUP
     offsets = lax.iota(jnp.int32, tile)[None, :]
@@ -250,25 +274,24 @@ def paged_prefill(
         tokens = tokens.reshape(width, tile, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
         tokens = tokens.reshape(width, kv_heads, tile * group, dim)
         pos = jnp.where(offsets < length, take(tile_position)[:, None] + offsets, -1)
-        last = pos.max()
         pos = jnp.repeat(pos, group, axis=1, total_repeat_length=tile * group)
         result = _attend_group(
             jnp.pad(tokens, ((0, 0), (0, 0), (0, rows - tile * group), (0, 0))),
             jnp.pad(pos, ((0, 0), (0, rows - tile * group)), constant_values=-1),
             jnp.take(block_tables, take(tile_row), axis=0, mode="clip"),
-            _num_chunks(last),
             k_pool,
             v_pool,
             block_size=block_size,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            value_dim=dim_out,
         )[:, :, : tile * group]
-        result = result.reshape(width, kv_heads, tile, group, dim).transpose(0, 2, 1, 3, 4)
-        result = result.reshape(width, tile, num_heads, dim).astype(q.dtype)
+        result = result.reshape(width, kv_heads, tile, group, dim_out).transpose(0, 2, 1, 3, 4)
+        result = result.reshape(width, tile, num_heads, dim_out).astype(q.dtype)
         return lax.dynamic_update_slice_in_dim(out, result, first, 0)
 
     count = tile_row.shape[0]
-    out = jnp.zeros((count, tile, num_heads, dim), q.dtype)
+    out = jnp.zeros((count, tile, num_heads, dim_out), q.dtype)
     out = lax.fori_loop(0, (num_tiles + width - 1) // width, one_group, out)
-    return jnp.take(out.reshape(count * tile, num_heads, dim), token_tile, axis=0, mode="clip")
+    return jnp.take(out.reshape(count * tile, num_heads, dim_out), token_tile, axis=0, mode="clip")

@@ -1,6 +1,7 @@
 """Make the reference outputs that tests/e2e/test_parity_stored.py compares with.
 
     python -m scripts.make_reference [--only NAME ...]
+    python -m scripts.make_reference --zoo [CASE ...]
 
 Run it from the repository root, with torch installed and the embedded model fetched. For each
 model (all of them, or those named) it lets transformers generate greedily on PyTorch, in float32
@@ -8,6 +9,10 @@ with eager attention, and writes tests/data/NAME_reference.json: prompts, token 
 logprob of each drawn token. Two correct float32 implementations may part where the best two
 logits nearly tie, so a candidate prompt that meets a gap below MIN_GAP is left out. The embedded
 model takes about two minutes.
+
+With --zoo it writes tests/data/zoo/CASE.json for the cases of tests/zoo (all, or those named): the
+config and tensors that transformers saves, and for each prompt the greedy tokens and the logprobs
+of the prompt.
 """
 
 from __future__ import annotations
@@ -32,10 +37,14 @@ from jaxpaged.weights.source import resolve_source
 from scripts.fetch_model import FILE
 from tests.e2e import oracle
 from tests.tiny_models import tiny_llama, tiny_mistral
+from tests.zoo.case import Case, all_cases, describe, write_case
+from tests.zoo.case import STORED as ZOO
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
 MIN_GAP = 1e-3
 """Smallest difference between the best two logits; float32 rounding moves them by about 1e-4."""
+MIN_ZOO_GAP = 2e-5
+"""Of tiny models in float32: errors are about 1e-6."""
 CHAT_PROMPTS = 32
 CHAT_TOKENS = 64
 TINY_PROMPTS = 8
@@ -149,12 +158,42 @@ def make(name: str, folder: Path) -> None:
     write(name, model, taken)
 
 
+def make_zoo(case: Case, folder: Path) -> None:
+    model = oracle.from_folder(write_case(folder, case))
+    outputs = []
+    for prompt in case.prompt_ids():
+        tokens, logits = oracle.greedy(model, prompt, case.count)
+        best = np.sort(logits, axis=1)[:, -2:]
+        gap = float((best[:, 1] - best[:, 0]).min())
+        if gap < MIN_ZOO_GAP:
+            raise SystemExit(f"error: {case.name}: two logits come within {gap:.1e}; change it.")
+        scored = oracle.log_softmax(oracle.logits(model, prompt))[
+            np.arange(len(prompt) - 1), prompt[1:]
+        ]
+        outputs.append(
+            {"token_ids": tokens, "prompt": [round(float(value), 5) for value in scored]}
+        )
+    about = {**describe(case), "outputs": outputs}
+    ZOO.mkdir(exist_ok=True)
+    path = ZOO / f"{case.name}.json"
+    path.write_text(json.dumps(about, separators=(",", ":")) + "\n", encoding="utf-8")
+    print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
 def main(argv: list[str]) -> int:
     names = ("smollm2", "tiny_llama", "tiny_mistral")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", action="append", choices=names, metavar="NAME")
+    parser.add_argument("--zoo", nargs="*", metavar="CASE")
+    wanted = parser.parse_args(argv).zoo
+    if wanted is not None:
+        with tempfile.TemporaryDirectory(prefix="jaxpaged-reference-") as folder:
+            for case in all_cases():
+                if not wanted or case.name in wanted:
+                    make_zoo(case, Path(folder) / case.name)
+        return 0
     with tempfile.TemporaryDirectory(prefix="jaxpaged-reference-") as folder:
         for name in parser.parse_args(argv).only or names:
             make(name, Path(folder) / name)

@@ -1,4 +1,6 @@
-"""`jaxpaged generate` from arguments to JSON lines, on an engine that only repeats its prompts."""
+"""`jaxpaged generate` from arguments to JSON lines, on an engine that only repeats its prompts, and
+`jaxpaged convert`.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +8,29 @@ import dataclasses
 import io
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
 import jaxpaged
+import jaxpaged.convert
 from jaxpaged import batch
 from jaxpaged.cli import main
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
+from tests.tiny_models import tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -543,3 +552,75 @@ def test_version_and_module() -> None:
         cwd=Path(__file__).parents[1],
     )
     assert run.stdout == f"jaxpaged {jaxpaged.__version__}\n"
+
+
+class TestConvert:
+    def test_arguments_reach_the_converter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        monkeypatch.setattr(
+            jaxpaged.convert, "convert", lambda *args, **settings: calls.append((args, settings))
+        )
+        assert main(["convert", "a", "b"]) == 0
+        flags = "--to safetensors --dtype bfloat16 --max-shard-size 1GiB --revision v1"
+        assert main(["convert", "a", "b", *flags.split(), "--disable-progress"]) == 0
+        defaults = {"to": None, "dtype": "auto", "max_shard_size": "5GB", "revision": None}
+        given = {
+            "to": "safetensors",
+            "dtype": "bfloat16",
+            "max_shard_size": "1GiB",
+            "revision": "v1",
+        }
+        assert calls == [
+            (("a", "b"), defaults | {"progress": True}),
+            (("a", "b"), given | {"progress": False}),
+        ]
+
+    def test_from_files_to_files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        src = tiny_llama(tmp_path / "src")
+        assert main(["convert", str(src), str(tmp_path / "one")]) == 0
+        assert "Converting: 100%" in capsys.readouterr().err
+        two = str(tmp_path / "two")
+        assert main(["convert", str(tmp_path / "one"), two, "--disable-progress"]) == 0
+        output = capsys.readouterr()
+        assert (output.out, output.err) == ("", "")
+        weights = "model.safetensors"
+        before, after = (load_file(folder / weights) for folder in (src, tmp_path / "two"))
+        assert before.keys() == after.keys()
+        for name, value in before.items():
+            np.testing.assert_array_equal(value, after[name], strict=True)
+
+    def test_errors(
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        src = str(tiny_llama(tmp_path / "src"))
+        assert main(["convert", src, src]) == 2
+        assert "src exists and is not empty" in capsys.readouterr().err
+        assert main(["convert", str(tmp_path / "x" / "y"), str(tmp_path / "dst")]) == 2
+        assert "neither an existing path nor a hub id" in capsys.readouterr().err
+        with pytest.raises(SystemExit) as caught:
+            main(["convert", src, str(tmp_path / "dst"), "--dtype", "int8"])
+        assert caught.value.code == 2
+        free = shutil.disk_usage(tmp_path)._replace(free=0)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+        assert main(["convert", src, str(tmp_path / "dst")]) == 1
+        assert "error: There is not enough room" in capsys.readouterr().err
+        assert os.listdir(tmp_path) == ["src"]
+
+    def test_ctrl_c_while_writing_leaves_nothing(self, tmp_path: Path) -> None:
+        """A real process and a real signal, sent when the first bytes are there."""
+        src = tiny_llama(tmp_path / "src")
+        large = {f"w{i}": np.zeros((4096, 4096), np.float32) for i in range(8)}  # 512 MiB
+        save_file(large, src / "model.safetensors")
+        command = [sys.executable, "-m", "jaxpaged", "convert", str(src), str(tmp_path / "dst")]
+        run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 60
+        while not any(tmp_path.glob(".dst.*.partial/orbax/*")) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
+        assert run.returncode == 130, errors
+        assert errors.endswith("interrupted\n")
+        assert os.listdir(tmp_path) == ["src"]

@@ -18,7 +18,7 @@ PACKAGES = ("jaxpaged", "pallas_kernels", "server")
 BASE = {"errors", "checks", "config", "sampling_params", "outputs"}
 MODEL_SIDE = BASE | {"sharding", "weights", "models"}
 ENGINE_SIDE = MODEL_SIDE | {"core", "text", "device", "metrics"}
-COMMAND_SIDE = ENGINE_SIDE | {"engine", "llm", "flags", "jobs", "batch", "cli"}
+COMMAND_SIDE = ENGINE_SIDE | {"engine", "llm", "flags", "jobs", "batch", "convert", "cli"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "checks": set(),
@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "startup": ENGINE_SIDE | {"engine", "intake"},
     "llm": ENGINE_SIDE | {"engine", "intake", "startup"},
     "flags": BASE,
+    "convert": BASE | {"weights", "text"},
     "jobs": BASE,
     "batch": BASE | {"llm", "jobs"},
     "cli": COMMAND_SIDE,
@@ -46,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Module or subpackage of jaxpaged -> those of jaxpaged that it may import (itself always)."""
 HEAVY = {"jax", "jaxlib", "flax", "orbax", "torch"}
-NO_JAX = {"core", "text", "__init__", "cli", "flags", "jobs", "batch", *BASE}
+NO_JAX = {"core", "text", "__init__", "cli", "flags", "jobs", "batch", "convert", *BASE}
 """Parts of jaxpaged that start fast and run without an accelerator's libraries."""
 
 
@@ -252,7 +253,9 @@ def test_importing_the_host_side_brings_no_jax(folder: str) -> None:
     assert heavy_modules_after("import " + ", ".join(names)) == "[]"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["generate", "--n=x"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["generate", "--help"], ["generate", "--n=x"], ["convert", "--help"]]
+)
 def test_help_and_usage_errors_bring_no_jax(arguments: list[str]) -> None:
     code = f"""
 from jaxpaged.cli import main

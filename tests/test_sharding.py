@@ -34,7 +34,7 @@ def test_two_names_on_one_mesh_axis_collide(axes: tuple[str, str]) -> None:
     assert all(part in str(error.value) for part in (*axes, "tensor", "collide"))
 
 
-@pytest.mark.parametrize("name", ["experts", "", "tensor", "Vocab"])
+@pytest.mark.parametrize("name", ["expert", "", "tensor", "Vocab"])
 def test_an_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError) as error:
         partition_spec(("embed", name))

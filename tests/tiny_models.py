@@ -10,12 +10,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
+
+from tests.gguf_writer import Vocabulary, write_gguf
 
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = [BOS, EOS, PAD, "<|user|>", "<|assistant|>", "<|system|>"]
@@ -164,83 +165,12 @@ def tiny_gguf(path: Path, *, seed: int = 0, quant: str = "F32", **overrides: Any
     `quant` is the GGML type of the matrices (F32, F16, BF16, Q8_0, Q4_0, Q4_1); norms stay F32.
     """
     config = tiny_config("llama", **overrides)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    _add_vocabulary(writer, tiny_tokenizer(min(512, config["vocab_size"])), config)
-    for name, value in tiny_weights(config | {"torch_dtype": "float32"}, seed).items():
-        stored = np.ascontiguousarray(_interleave(name, value, config))
-        kind = gguf.GGMLQuantizationType[quant if value.ndim > 1 else "F32"]
-        if kind == gguf.GGMLQuantizationType.F32:
-            writer.add_tensor(gguf_name(name), stored)
-        elif kind == gguf.GGMLQuantizationType.F16:
-            writer.add_tensor(gguf_name(name), stored.astype(np.float16))
-        else:
-            writer.add_tensor(gguf_name(name), gguf.quantize(stored, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    weights = tiny_weights(config | {"torch_dtype": "float32"}, seed)
+    return write_gguf(
+        path, config, weights, quant=quant, vocabulary=tiny_vocabulary(config["vocab_size"])
+    )
 
 
-def gguf_name(name: str) -> str:
-    """The llama.cpp name of a Hugging Face tensor name."""
-    parts = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    stem, suffix = name.rsplit(".", 1)
-    if stem.startswith("model.layers."):
-        _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{parts[part]}.{suffix}"
-    return f"{parts[stem]}.{suffix}"
-
-
-def _interleave(name: str, value: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    """llama.cpp's row order for q and k: the two halves of each head, alternating."""
-    for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-        if part in name:
-            halves = value.reshape(config[key], 2, config["head_dim"] // 2, *value.shape[1:])
-            return halves.swapaxes(1, 2).reshape(value.shape)
-    return value
-
-
-def _add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    model = json.loads(tokenizer.to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    kinds = [
-        gguf.TokenType.CONTROL if t in SPECIAL_TOKENS else gguf.TokenType.NORMAL for t in tokens
-    ]
-    for i in range(len(tokens), config["vocab_size"]):
-        tokens.append(f"[PAD{i}]")
-        kinds.append(gguf.TokenType.UNUSED)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
-    writer.add_pad_token_id(config["pad_token_id"])
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(CHAT_TEMPLATE)
+def tiny_vocabulary(vocab_size: int = 512) -> Vocabulary:
+    """The tiny tokenizer, for `write_gguf`."""
+    return Vocabulary(tiny_tokenizer(min(512, vocab_size)), SPECIAL_TOKENS, CHAT_TEMPLATE)

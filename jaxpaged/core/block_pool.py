@@ -52,6 +52,11 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         return self._refs[block]
 
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks, the null block aside, nobody holds."""
+        refs = self._refs
+        return sum([refs[block] == 0 and block != NULL_BLOCK for block in blocks])
+
     def block_hash(self, block: int) -> bytes | None:
         return self._hashes[block]
 

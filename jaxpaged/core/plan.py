@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 
 from jaxpaged.config import SCHEDULING_POLICIES
+from jaxpaged.core.kv_groups import MAX_GROUPS, Windows, blocks_for_sequence
 from jaxpaged.core.request import Request
+from jaxpaged.core.rope import ROPE_RULES
 from jaxpaged.errors import ConfigError
 
 
@@ -16,7 +18,10 @@ class SchedulerConfig:
 
     `num_blocks` includes the null block; `block_size`, `max_num_batched_tokens`, `max_model_len`
     and `long_prefill_token_threshold` (0: no limit) are in tokens. `watermark` is the share of the
-    usable blocks that an admission must leave free while anything runs.
+    usable blocks that an admission must leave free while anything runs. `windows` has one entry for
+    each group of layers: its window in tokens, None for full attention. `rope_rule` (see
+    `core/rope.py`) says how the rotary frequencies follow from a sequence's length, with
+    `rope_threshold` in tokens.
     """
 
     num_blocks: int
@@ -29,6 +34,9 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    windows: Windows = (None,)
+    rope_rule: str = "fixed"
+    rope_threshold: int = 0
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -44,6 +52,7 @@ class SchedulerConfig:
         if self.policy not in SCHEDULING_POLICIES:
             choices = ", ".join(SCHEDULING_POLICIES)
             raise ConfigError(f"policy must be one of {choices}, got {self.policy!r}.")
+        self._check_model()
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark must be in [0, 1), got {self.watermark}.")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -65,6 +74,34 @@ class SchedulerConfig:
                 f"long_prefill_token_threshold={self.long_prefill_token_threshold} cuts prompts "
                 "into chunks and so needs enable_chunked_prefill."
             )
+
+    def _check_model(self) -> None:
+        if not 1 <= len(self.windows) <= MAX_GROUPS:
+            raise ConfigError(
+                f"windows must have 1 to {MAX_GROUPS} entries, one for each group of layers, got "
+                f"{len(self.windows)}."
+            )
+        for window in self.windows:
+            if window is not None and window < 1:
+                raise ConfigError(f"each of windows must be None or at least 1, got {window}.")
+        if self.rope_rule not in ROPE_RULES:
+            choices = ", ".join(ROPE_RULES)
+            raise ConfigError(f"rope_rule must be one of {choices}, got {self.rope_rule!r}.")
+        if self.rope_rule != "fixed" and self.rope_threshold < 1:
+            raise ConfigError(
+                f"rope_threshold must be at least 1 with rope_rule={self.rope_rule!r}, got "
+                f"{self.rope_threshold}."
+            )
+
+    def blocks_for_sequence(self, num_tokens: int) -> int:
+        """The most blocks, over all groups, that a request holds on its way to this length."""
+        return blocks_for_sequence(
+            num_tokens,
+            block_size=self.block_size,
+            windows=self.windows,
+            max_tokens_in_step=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
 
     @property
     def watermark_blocks(self) -> int:

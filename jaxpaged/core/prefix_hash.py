@@ -48,17 +48,26 @@ def _encode_extra(extra: Extra) -> bytes:
     return b"".join(parts)
 
 
-def block_extra(index: int, *, cache_salt: str | None, adapter: str | None = None) -> Extra | None:
+def block_extra(
+    index: int,
+    *,
+    cache_salt: str | None,
+    adapter: str | None = None,
+    rope_regime: int | str | None = None,
+) -> Extra | None:
     """Extras of block number `index` of a request.
 
-    The adapter changes the KV of every block; the salt only has to enter once, at block 0, and the
-    chain carries it on.
+    The adapter changes the KV of every block; the salt and the regime of the rotary frequencies,
+    which a whole sequence has in common, only have to enter once, at block 0, and the chain
+    carries them on.
     """
     extra: Extra = ()
     if adapter is not None:
         extra += ("adapter", adapter)
     if cache_salt is not None and index == 0:
         extra += ("cache_salt", cache_salt)
+    if rope_regime is not None and index == 0:
+        extra += ("rope", rope_regime)
     return extra or None
 
 
@@ -69,6 +78,7 @@ def extend_hashes(
     *,
     cache_salt: str | None = None,
     adapter: str | None = None,
+    rope_regime: int | str | None = None,
 ) -> None:
     """Append to `hashes` until it names every full block of `token_ids` (in place).
 
@@ -79,6 +89,6 @@ def extend_hashes(
             hash_block(
                 hashes[-1] if hashes else None,
                 token_ids[index * block_size : (index + 1) * block_size],
-                block_extra(index, cache_salt=cache_salt, adapter=adapter),
+                block_extra(index, cache_salt=cache_salt, adapter=adapter, rope_regime=rope_regime),
             )
         )

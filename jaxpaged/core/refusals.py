@@ -28,11 +28,11 @@ def check_prompt(request: Request, config: SchedulerConfig) -> None:
             "output too. Shorten the prompt or raise --max-model-len.",
             param="prompt",
         )
-    needed, usable = -(-length // config.block_size), config.num_blocks - 1
+    needed, usable = config.blocks_for_sequence(length), config.num_blocks - 1
     if needed > usable:
         raise InvalidRequestError(
             f"The prompt has {length} tokens and needs {needed} KV blocks of "
-            f"{config.block_size} tokens, but the pool has {usable}. Shorten the prompt; "
+            f"{_of_what(config)}, but the pool has {usable}. Shorten the prompt; "
             f"or {_MORE_ROOM}.",
             param="prompt",
         )
@@ -40,11 +40,21 @@ def check_prompt(request: Request, config: SchedulerConfig) -> None:
 
 def outgrown_text(request: Request, config: SchedulerConfig) -> str:
     """For a request whose known tokens no longer fit even in an empty pool."""
-    length, block_size = request.num_tokens, config.block_size
+    length, needed = request.num_tokens, config.blocks_for_sequence(request.num_tokens)
     return (
-        f"The request has grown to {length} tokens and needs {-(-length // block_size)} KV blocks "
-        f"of {block_size} tokens, but the pool has {config.num_blocks - 1}. Ask for fewer "
-        f"max_tokens; or {_MORE_ROOM}."
+        f"The request has grown to {length} tokens and needs {needed} KV blocks of "
+        f"{_of_what(config)}, but the pool has {config.num_blocks - 1}. Ask for fewer max_tokens; "
+        f"or {_MORE_ROOM}."
+    )
+
+
+def _of_what(config: SchedulerConfig) -> str:
+    if config.windows == (None,):
+        return f"{config.block_size} tokens"
+    groups = ", ".join("full" if w is None else f"window {w}" for w in config.windows)
+    return (
+        f"{config.block_size} tokens (over groups of layers with attention {groups}, and with "
+        f"--max-num-batched-tokens {config.max_num_batched_tokens} in a step)"
     )
 
 

@@ -27,8 +27,8 @@ class Request:
         "admission_order",
         "arrival_time",
         "block_hashes",
-        "block_ids",
         "cache_salt",
+        "capacity",
         "eos_token_ids",
         "epoch",
         "error",
@@ -46,12 +46,16 @@ class Request:
         "queue_order",
         "recompute_until",
         "request_id",
+        "rope_length",
+        "rope_regime",
         "skip_prefix_cache",
         "slot",
         "status",
         "stop_reason",
         "stop_token_ids",
+        "tables",
         "token_ids",
+        "trimmed_at",
     )
 
     def __init__(
@@ -87,13 +91,23 @@ class Request:
         """Positions whose KV is in the pool once every launched step has run."""
         self.num_inflight = 0
         """Tokens that launched steps draw and nobody has read yet."""
-        self.block_ids = array("i")
-        """Block of each run of block_size positions. A buffer view of it must be dropped before
-        the next `schedule`, which may have to extend it."""
+        self.tables = [array("i")]
+        """For each group of layers the block of each run of block_size positions; all of one
+        length. The null block stands for those that a window has left behind. A buffer view must
+        be dropped before the next `schedule`, which may have to change the table."""
+        self.capacity = 0
+        """Positions that its tables reach to: their length times block_size."""
+        self.trimmed_at = 0
+        """`num_computed_tokens` when blocks behind the windows were given back last."""
         self.block_hashes: list[bytes] = []
         """Hash of every full block of `token_ids` (none when caching is off)."""
         self.num_registered_blocks = 0
-        """Leading entries of `block_ids` that are in the hash map."""
+        """Leading entries of the tables that are in the hash map, the null ones excepted."""
+        self.rope_length = 0
+        """Length in tokens that its rotary frequencies are chosen by; 0 if they are fixed."""
+        self.rope_regime: int | str | None = None
+        """What keeps its KV apart from that of equal tokens elsewhere; None for the usual
+        frequencies. See `core/rope.py`."""
         self.slot = -1
         """Row of the per-sequence device state, in [0, max_num_seqs); -1 unless running."""
         self.epoch = 0
@@ -117,8 +131,18 @@ class Request:
         return (
             f"Request({self.request_id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, "
             f"outputs={self.num_output_tokens}, computed={self.num_computed_tokens}, "
-            f"inflight={self.num_inflight}, blocks={len(self.block_ids)})"
+            f"inflight={self.num_inflight}, blocks={self.num_blocks})"
         )
+
+    @property
+    def block_ids(self) -> array[int]:
+        """The table of the first group of layers."""
+        return self.tables[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """Length of each table, null entries included."""
+        return len(self.tables[0])
 
     @property
     def num_tokens(self) -> int:

@@ -15,6 +15,7 @@ from jaxpaged.core.kv_manager import KVManager
 from jaxpaged.core.plan import ScheduledRow, ScheduledStep, SchedulerConfig, TokenResult
 from jaxpaged.core.refusals import check_prompt, outgrown_text, stalled_text
 from jaxpaged.core.request import Request, RequestStatus
+from jaxpaged.core.rope import enter_regime, must_restart
 from jaxpaged.core.stats import SchedulerStats
 from jaxpaged.core.waiting_queue import FcfsQueue, PriorityQueue, WaitingQueue
 from jaxpaged.errors import InvalidRequestError
@@ -37,7 +38,12 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.kv = KVManager(
-            config.num_blocks, config.block_size, enable_caching=config.enable_prefix_caching
+            config.num_blocks,
+            config.block_size,
+            enable_caching=config.enable_prefix_caching,
+            windows=config.windows,
+            max_tokens_in_step=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
         )
         self.stats = SchedulerStats()
         self._requests: dict[str, Request] = {}
@@ -108,6 +114,7 @@ class Scheduler:
                 param="request_id",
             )
         check_prompt(request, self.config)
+        enter_regime(request, self.config.rope_rule, self.config.rope_threshold)
         self.kv.extend_hashes(request)
         request.queue_order = self._num_added
         self._num_added += 1
@@ -209,7 +216,7 @@ class Scheduler:
                 stalls = 0
 
     def _plan(self) -> ScheduledStep | None:
-        preempted: list[Request] = []
+        preempted = self._restart_crossing() if self.config.rope_rule == "longrope" else []
         rows, budget = self._plan_running(preempted)
         for row in rows:
             self._commit(row)
@@ -248,6 +255,8 @@ class Scheduler:
             if count > 1:
                 count = min(count, cap, budget)
             while not allocate_slots(request, count):
+                if self.kv.trim_all(self._running):
+                    continue
                 victim = self._choose_victim()
                 self._preempt(victim)
                 preempted.append(victim)
@@ -276,9 +285,12 @@ class Scheduler:
             # One that was preempted with a token in flight needs that token first.
             if request is None or request.num_inflight:
                 break
-            if kv.blocks_for(request.num_tokens) > kv.pool.num_usable:
+            if config.blocks_for_sequence(request.num_tokens) > kv.pool.num_usable:
                 self._fail(request, outgrown_text(request, config))
                 continue
+            if config.rope_rule == "longrope" and request.num_output_tokens:
+                enter_regime(request, config.rope_rule, config.rope_threshold)
+                kv.extend_hashes(request)
             headroom = config.watermark_blocks + promised if self._running else 0
             if kv.pool.num_free <= headroom:  # saves the look-up: a block is always needed
                 break
@@ -289,7 +301,7 @@ class Scheduler:
             elif count > budget:
                 break
             if not kv.allocate_slots(
-                request, count, hit_block_ids=hits, reserve_full=True, headroom=headroom
+                request, count, hit_tables=hits, reserve_full=True, headroom=headroom
             ):
                 break
             self._waiting.pop()
@@ -298,18 +310,14 @@ class Scheduler:
             self._commit(row)
             rows.append(row)
             budget -= count
-            promised += kv.blocks_for(request.num_tokens) - len(request.block_ids)
+            promised += kv.blocks_to_come(request)
         return budget
 
     def _promised_blocks(self) -> int:
         """Blocks that running requests still need for tokens known already. They were admitted
         because these blocks were free, so a later admission must not take them."""
-        blocks_for = self.kv.blocks_for
-        return sum(
-            blocks_for(r.num_tokens) - len(r.block_ids)
-            for r in self._running
-            if r.num_computed_tokens < r.num_tokens
-        )
+        blocks_to_come = self.kv.blocks_to_come
+        return sum(blocks_to_come(r) for r in self._running if r.num_computed_tokens < r.num_tokens)
 
     def _row(self, request: Request, start: int, count: int, *, admitted: bool) -> ScheduledRow:
         reaches_end = start + count == request.num_tokens_with_inflight
@@ -342,15 +350,16 @@ class Scheduler:
             self._num_admitted += 1
 
     def _record(self, step: ScheduledStep) -> None:
-        # Only a request's own last blocks have empty slots, as shared blocks are full; so no walk
-        # over blocks is needed to count a shared one once.
+        # Only a request's own last blocks, one in each group, have empty slots, as shared blocks
+        # are full; so no walk over blocks is needed to count a shared one once. What a window has
+        # left behind in a block that it still needs is a token all the same.
         block_size, held = self.config.block_size, self.kv.pool.num_held
-        empty = sum(len(r.block_ids) * block_size - r.num_computed_tokens for r in self._running)
+        empty = sum([r.capacity - r.num_computed_tokens for r in self._running])
         self.stats.record_step(
             running=len(self._running),
             tokens=step.num_tokens,
             blocks=held,
-            waste=empty / (held * block_size),
+            waste=empty * len(self.config.windows) / (held * block_size),
         )
 
     # ---------------------------------------------------------------- results of a step
@@ -402,11 +411,26 @@ class Scheduler:
         return max(self._running, key=_urgency)
 
     def _preempt(self, request: Request) -> None:
+        request.num_preemptions += 1
+        self.stats.preemptions += 1
+        self._set_back(request)
+
+    def _restart_crossing(self) -> list[Request]:
+        """Set back the running requests that the next row takes beyond the rope threshold: the KV
+        that they have is of no use there. They come back, in the order that they had, with all
+        their tokens known and so in the long regime, which nobody leaves."""
+        threshold, max_model_len = self.config.rope_threshold, self.config.max_model_len
+        crossing = [r for r in self._running if must_restart(r, threshold, max_model_len)]
+        for request in reversed(crossing):
+            self._set_back(request)
+        self.stats.rope_restarts += len(crossing)
+        return crossing
+
+    def _set_back(self, request: Request) -> None:
+        """From running to waiting; its tokens are kept and its KV is not."""
         request.recompute_until = max(request.recompute_until, request.num_computed_tokens)
         self._release(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_preemptions += 1
-        self.stats.preemptions += 1
         self._waiting.push(request)
 
     def _preempt_all(self) -> None:

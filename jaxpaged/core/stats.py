@@ -49,13 +49,16 @@ class SchedulerStats:
     steps: int = 0
     failed_steps: int = 0
     preemptions: int = 0
+    """For lack of blocks, and by a reset or a failed step."""
+    rope_restarts: int = 0
+    """Requests started over because they grew into other rotary frequencies."""
     scheduled_tokens: int = 0
     prompt_tokens: int = 0
     """Prompt tokens computed for the first time (cached ones excluded)."""
     generation_tokens: int = 0
     """Tokens delivered."""
     recomputed_tokens: int = 0
-    """Tokens computed again after a preemption."""
+    """Tokens computed again after a preemption or a restart."""
     peak_running: int = 0
     running_sum: int = 0
     """Running requests summed over steps; divided by `steps` the mean batch size."""

@@ -16,8 +16,8 @@ from pallas_kernels import reference
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionMeta:
-    """Where the tokens of a step stand. Decode rows come first on the token axis, then P prompt
-    tokens in tiles.
+    """Where the tokens of a step stand in the cache of one group of layers. Decode rows come first
+    on the token axis, then P prompt tokens in tiles.
     """
 
     kv_slots: jax.Array  # i32[T] pool slot of each token's K and V; out of range = not written
@@ -43,13 +43,14 @@ class AttentionBackend(Protocol):
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         layer_kv: LayerKV,
         meta: AttentionMeta,
         *,
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        value_dim: int | None = None,
     ) -> tuple[jax.Array, LayerKV]: ...
 
 
@@ -61,25 +62,26 @@ class ReferenceAttention:
     name = "reference"
 
     def __init__(self, model: ModelConfig, block_size: int) -> None:
-        self.tile = reference.query_tile(model.num_heads, model.num_kv_heads)
+        self.tile = reference.query_tile(model.group_size)
         self.block_size = block_size
 
     def attend(
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         layer_kv: LayerKV,
         meta: AttentionMeta,
         *,
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        value_dim: int | None = None,
     ) -> tuple[jax.Array, LayerKV]:
         # All of the step's K and V go in before any of its queries reads: a row may have hit a
         # block of another row.
         k_pool = reference.write_kv(layer_kv[0], k, meta.kv_slots)
-        v_pool = reference.write_kv(layer_kv[1], v, meta.kv_slots)
+        v_pool = None if v is None else reference.write_kv(layer_kv[1], v, meta.kv_slots)
         rows = meta.decode_positions.shape[0]
         out = reference.paged_decode(
             q[:rows],
@@ -91,6 +93,7 @@ class ReferenceAttention:
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            value_dim=value_dim,
         )
         if meta.token_tile.shape[0]:
             prompt = reference.paged_prefill(
@@ -109,9 +112,10 @@ class ReferenceAttention:
                 scale=scale,
                 window=window,
                 soft_cap=soft_cap,
+                value_dim=value_dim,
             )
             out = jnp.concatenate([out, prompt])
-        return out, (k_pool, v_pool)
+        return out, (k_pool,) if v_pool is None else (k_pool, v_pool)
 
 
 def choose_backend(name: str, model: ModelConfig, block_size: int) -> tuple[AttentionBackend, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.device.kv_cache import block_bytes, max_blocks
+from jaxpaged.core.kv_groups import blocks_for_sequence
+from jaxpaged.device.kv_cache import KVLayout, block_bytes, max_blocks
 from jaxpaged.errors import ConfigError
 from jaxpaged.models.config import ModelConfig
 
@@ -44,6 +46,10 @@ class MemoryInputs:
     """Per-sequence sampling state."""
     device_bytes: int | None
     host_bytes: int
+    max_tokens_in_step: int
+    """Windows keep the blocks of a whole step on top of their own."""
+    host_devices: int = 1
+    """Devices of a mesh on CPU: they share the host's memory."""
 
 
 def host_memory() -> int:
@@ -73,7 +79,19 @@ def plan_memory(
     does not fit; the message names the largest that would.
     """
     per_block = block_bytes(model, config.block_size, dtype)
+    windows = KVLayout.of(model).windows
     wanted_len = wanted_length(config, model)
+
+    def blocks_for(length: int) -> int:
+        """Blocks that one sequence of this many tokens needs."""
+        return blocks_for_sequence(
+            length,
+            block_size=config.block_size,
+            windows=windows,
+            max_tokens_in_step=inputs.max_tokens_in_step,
+            max_model_len=length,
+        )
+
     rows: list[tuple[str, str]] = [("weights", _gib(inputs.weight_bytes))]
     if config.num_gpu_blocks_override is not None:
         blocks = config.num_gpu_blocks_override
@@ -85,7 +103,7 @@ def plan_memory(
         if config.kv_cache_memory_bytes is None:
             blocks = round_blocks(blocks)
             if inputs.device_bytes is None:  # no more of the host's memory than can ever be used
-                full = max_num_seqs * -(-wanted_len // config.block_size) + 1
+                full = max_num_seqs * blocks_for(wanted_len) + 1
                 if full < blocks:
                     rows.append(("", f"of which {max_num_seqs} full sequences use {full} blocks"))
                     blocks = full
@@ -107,16 +125,20 @@ def plan_memory(
             "gpu_memory_utilization or kv_cache_memory_bytes, or take a smaller model."
         )
     _check_size(blocks * per_block, inputs)
-    length = _fit_length(config, wanted_len, usable, per_block)
-    per_token = per_block // config.block_size
-    concurrency = usable / -(-length // config.block_size)
+    length = _fit_length(config, wanted_len, usable, per_block, blocks_for)
+    per_token = per_block * len(windows) // config.block_size
+    concurrency = usable / blocks_for(length)
+    of_windows = ""
+    if any(windows):
+        sizes = ", ".join("all" if w is None else f"{w:,}" for w in windows)
+        of_windows = f"; groups of layers that keep so many tokens: {sizes}"
     rows += [
-        ("KV per token", f"{per_token} B ({jnp.dtype(dtype).name})"),
+        ("KV per token", f"{per_token} B ({jnp.dtype(dtype).name}){of_windows}"),
         ("KV blocks", f"{blocks} of {config.block_size} tokens, {_gib(blocks * per_block)}"),
     ]
     lines = [f"  {name:<22} {value}" for name, value in rows]
     lines.append(
-        f"GPU KV cache size: {usable * config.block_size:,} tokens, Maximum concurrency for "
+        f"GPU KV cache size: {usable * config.block_size // len(windows):,} tokens, Maximum concurrency for "
         f"{length:,} tokens per request: {concurrency:.2f}x"
     )
     return MemoryPlan(blocks, length, tuple(lines))
@@ -125,7 +147,8 @@ def plan_memory(
 def _check_size(pool: int, inputs: MemoryInputs) -> None:
     """Sizes that were asked for exactly are not planned, but they cannot exceed the machine."""
     total = inputs.host_bytes if inputs.device_bytes is None else inputs.device_bytes
-    if pool + inputs.weight_bytes > total:
+    devices = 1 if inputs.device_bytes is not None else inputs.host_devices
+    if (pool + inputs.weight_bytes) * devices > total:
         raise ConfigError(
             f"The KV pool of {_gib(pool)} and the weights ({_gib(inputs.weight_bytes)}) exceed the "
             f"memory of {_gib(total)}. Lower kv_cache_memory_bytes or num_gpu_blocks_override."
@@ -160,8 +183,10 @@ def _kv_budget(config: EngineConfig, inputs: MemoryInputs) -> tuple[int, list[tu
         budget = int(config.kv_cache_memory_bytes)
         return budget, [("KV budget", f"{_gib(budget)} (kv_cache_memory_bytes)")]
     if inputs.device_bytes is None:
-        budget = min(int(CPU_SHARE * inputs.host_bytes), CPU_LIMIT)
+        budget = min(int(CPU_SHARE * inputs.host_bytes), CPU_LIMIT) // inputs.host_devices
         why = f"min({CPU_SHARE:.0%} of {_gib(inputs.host_bytes)}, {_gib(CPU_LIMIT)})"
+        if inputs.host_devices > 1:
+            why += f" / {inputs.host_devices} devices"
         return budget, [("KV budget", f"{_gib(budget)} = {why}")]
     total = inputs.device_bytes
     allowed = int(total * config.gpu_memory_utilization)
@@ -180,12 +205,24 @@ def _kv_budget(config: EngineConfig, inputs: MemoryInputs) -> tuple[int, list[tu
     return budget, rows
 
 
-def _fit_length(config: EngineConfig, wanted: int, usable: int, per_block: int) -> int:
-    largest = usable * config.block_size
-    if wanted <= largest:
+def _fit_length(
+    config: EngineConfig,
+    wanted: int,
+    usable: int,
+    per_block: int,
+    blocks_for: Callable[[int], int],
+) -> int:
+    if blocks_for(wanted) <= usable:
         return wanted
+    # The largest that fits, by bisection: the need grows with the length.
+    largest = bisect_right(range(1, wanted + 1), usable, key=blocks_for)
+    if largest == 0:
+        raise ConfigError(
+            f"{usable} KV blocks are usable, and the shortest sequence needs {blocks_for(1)}. Raise "
+            "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override."
+        )
     if isinstance(config.max_model_len, int):
-        needed = -(-wanted // config.block_size)
+        needed = blocks_for(wanted)
         raise ConfigError(
             f"max_model_len={wanted} needs {needed} KV blocks ({_gib(needed * per_block)}), and "
             f"{usable} are usable ({_gib(usable * per_block)}). The largest max_model_len that "

@@ -15,12 +15,13 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.device.cluster import choose_devices
 from jaxpaged.device.step import ModelParts, Weights, take_apart
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.loading import dummy_parameters, load_parameters
+from jaxpaged.models.loading import DummyReader, load_parameters
 from jaxpaged.models.registry import find_model
 from jaxpaged.sharding import make_mesh
-from jaxpaged.weights.reader import open_reader
+from jaxpaged.weights.reader import TensorReader, open_reader
 from jaxpaged.weights.source import ModelSource
 
 _log = logging.getLogger(__name__)
@@ -35,14 +36,21 @@ class LoadedModel:
     dtype: jnp.dtype
     mesh: Mesh
     weight_bytes: int
+    """On one device."""
 
 
 def choose_dtype(config: EngineConfig, source: ModelSource, platform: str) -> jnp.dtype:
     """`dtype`, or for "auto": the checkpoint's 16-bit type on accelerators; on CPU bfloat16 where
     the processor multiplies it in hardware, else float32. A checkpoint in float32 becomes bfloat16
-    on accelerators, as in vLLM.
+    on accelerators, as in vLLM. float16 for a bfloat16 checkpoint is warned of.
     """
     if config.dtype != "auto":
+        if config.dtype == "float16" and source.dtype_name == "bfloat16":
+            _log.warning(
+                "dtype='float16', but %s is in bfloat16, whose values may exceed float16's largest "
+                "(65504) and end as inf or NaN; bfloat16 and float32 are safe.",
+                source.path,
+            )
         chosen: jnp.dtype = np.dtype(getattr(jnp, config.dtype))
         return chosen
     name = source.dtype_name  # refuses what no weights are stored in
@@ -67,39 +75,49 @@ def load_model(config: EngineConfig, source: ModelSource) -> LoadedModel:
 
     Raises `UnsupportedModelError` or `ModelLoadError`; nothing is left on the device then.
     """
-    where = str(source.path)
-    model_class, model_config = find_model(source.hf_config, where)
-    mesh = make_mesh()
-    dtype = choose_dtype(config, source, mesh.devices.flat[0].platform)
+    model_class, model_config = find_model(source.hf_config, str(source.path))
+    devices = choose_devices(config)
+    model_config = model_config.over(len(devices))
+    mesh = make_mesh(devices)
+    dtype = choose_dtype(config, source, devices[0].platform)
     parts = take_apart(model_class, model_config, dtype)
     shapes = parts.shapes
-    total = sum(leaf.size * dtype.itemsize for leaf in shapes.values())
-    start = time.perf_counter()
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes.values())
+    reader: TensorReader
     if source.kind == "dummy":
-        params = dummy_parameters(model_class, model_config, shapes, mesh, config.seed)
+        reader = DummyReader(model_class.sources(model_config), config.seed)
     else:
         reader = open_reader(source)
-        bar = tqdm(
-            total=total,
-            desc="Loading weights",
-            unit="B",
-            unit_scale=True,
-            file=sys.stderr,
-            disable=config.disable_progress,
+    start = time.perf_counter()
+    with tqdm(
+        total=total,
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
+        file=sys.stderr,
+        disable=config.disable_progress,
+    ) as bar:
+        params = load_parameters(
+            reader, model_class, model_config, shapes, mesh, lambda n: bar.update(n) and None
         )
-        with bar:
-            params = load_parameters(
-                reader, model_class, model_config, shapes, mesh, lambda n: bar.update(n) and None
-            )
-        reader.close()
+    reader.close()
     jax.block_until_ready(list(params.values()))
     seconds = time.perf_counter() - start
     _log.info(
-        "Loaded %s (%s, %s) in %.1f s, %.2f GB/s.",
+        "Loaded %s (%s, %s, %d device%s) in %.1f s, %.2f GB/s.",
         source.name,
         model_config.architecture,
         dtype.name,
+        len(devices),
+        "" if len(devices) == 1 else "s",
         seconds,
         total / seconds / 1e9,
     )
-    return LoadedModel(model_config, parts, parts.weights(params), dtype, mesh, total)
+    here = mesh.local_devices[0]
+    weight_bytes = sum(
+        shard.data.nbytes
+        for value in params.values()
+        for shard in value.addressable_shards
+        if shard.device == here
+    )
+    return LoadedModel(model_config, parts, parts.weights(params), dtype, mesh, weight_bytes)

@@ -4,7 +4,7 @@ One int32 and one float32 array cross to the device each step. They are made afr
 never written after launch: JAX may alias host memory, and a reused buffer would change under a step
 that is still queued.
 
-Legend: `R` rows, `P` prompt tokens, `NT` tiles, `M` block-table width.
+Legend: `R` rows, `P` prompt tokens, `NT` tiles, `M` block-table width, `L` groups of layers.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Layout:
     shape: StepShape
     table_width: int
     tile: int
+    num_groups: int = 1
+    """Groups of layers, each with a block table."""
 
     @property
     def num_tiles(self) -> int:
@@ -62,9 +64,10 @@ class Layout:
             "decode_token": (rows,),
             "decode_position": (rows,),
             "row_slot": (rows,),
+            "rope_length": (rows,),
             "logits_index": (rows,),
             "sample": (len(INT_FIELDS), rows),
-            "block_tables": (rows, self.table_width),
+            "block_tables": (self.num_groups, rows, self.table_width),
             "prompt_token": (tokens,),
             "token_tile": (tokens,),
             "prompt_target": (tokens,),
@@ -156,7 +159,9 @@ def pack(
         row = rows[i]
         order[i] = place
         f["row_slot"][place] = row.request.slot
-        f["block_tables"][place, : len(row.request.block_ids)] = row.request.block_ids
+        f["rope_length"][place] = row.request.rope_length
+        for group, table in enumerate(row.request.tables):
+            f["block_tables"][group, place, : len(table)] = table
         if row.samples:
             _pack_sample(sample[:, place], values[:, place], row, requests[i])
     for place, i in enumerate(decode):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +20,22 @@ from jaxpaged.core.plan import ScheduledRow
 from jaxpaged.device.attention import AttentionBackend, choose_backend
 from jaxpaged.device.buckets import Buckets, StepShape
 from jaxpaged.device.compile_ledger import CompileLedger
-from jaxpaged.device.kv_cache import POOL_AXES, make_pools
+from jaxpaged.device.kv_cache import KVLayout, make_pools, pool_axes
 from jaxpaged.device.model_loader import LoadedModel
 from jaxpaged.device.packing import Layout, PackedStep, RowRequest, is_decode, pack
 from jaxpaged.device.sampler import HostSamples, unpack
 from jaxpaged.device.sampling_state import SlotState, SlotValues, empty_slot_state, write_slot
-from jaxpaged.device.step import EngineState, StepOutput, StepSettings, Weights, make_step
+from jaxpaged.device.step import (
+    EngineState,
+    StepFunction,
+    StepOutput,
+    StepSettings,
+    Weights,
+    make_step,
+)
 from jaxpaged.errors import ConfigError
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.sharding import named_sharding
+from jaxpaged.sharding import partition_spec
 
 _log = logging.getLogger(__name__)
 Progress = Callable[[int, int, str], None]
@@ -77,7 +86,12 @@ class Runner:
         self._block_size = config.block_size
         self._backend = backend
         self._weights: Weights | None = loaded.weights
+        self._kv_layout = settings.kv_layout
         self._replicated = NamedSharding(self._mesh, PartitionSpec())
+        self._make_slots = jax.jit(
+            functools.partial(empty_slot_state, max_num_seqs, max_model_len),
+            out_shardings=self._replicated,
+        )
         self._step = _jit_step(self, loaded, settings)
         self._admit = _jit_admit(self)
         self._state: EngineState | None = self._first_state()
@@ -100,15 +114,14 @@ class Runner:
 
     def _new_state(self) -> EngineState:
         pools = make_pools(self._model, self.num_blocks, self._block_size, self._dtype, self._mesh)
-        slots = empty_slot_state(self.max_num_seqs, self.max_model_len)
-        return EngineState(pools, jax.device_put(slots, self._replicated))
+        return EngineState(pools, self._make_slots())
 
     @property
     def state_shardings(self) -> EngineState:
-        pool = named_sharding(self._mesh, POOL_AXES)
-        slots = dict.fromkeys(SlotState.__dataclass_fields__, self._replicated)
-        kv = [(pool, pool)] * self._model.num_layers
-        return EngineState(kv, SlotState(**slots))  # type: ignore[arg-type]
+        shardings: EngineState = jax.tree.map(
+            functools.partial(NamedSharding, self._mesh), state_specs(self._model)
+        )
+        return shardings
 
     def reset(self) -> None:
         """A new, zeroed pool and slot state: after a failed step the donated ones are gone."""
@@ -121,20 +134,26 @@ class Runner:
         self._weights = None
 
     def pool_pointers(self) -> list[int]:
-        """Device addresses of the pools; they never change while steps run in place."""
+        """Addresses of the pools on every device; they never change while steps run in place."""
         assert self._state is not None
-        return [pool.unsafe_buffer_pointer() for pair in self._state.kv for pool in pair]
+        return [
+            shard.data.unsafe_buffer_pointer()
+            for pool in jax.tree.leaves(self._state.kv)
+            for shard in pool.addressable_shards
+        ]
 
-    def read_pool(self, layer: int) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
+    def read_pool(self, layer: int) -> tuple[npt.NDArray[np.generic], ...]:
         """A copy of one layer's K and V pool as stored, for tests and debugging."""
         assert self._state is not None
-        k, v = self._state.kv[layer]
-        return np.array(k, copy=True), np.array(v, copy=True)
+        pools = self._state.kv[self._kv_layout.pool_of[layer]]
+        return tuple(np.array(pool, copy=True) for pool in pools)
 
     # ------------------------------------------------------------------ steps
 
     def layout(self, shape: StepShape) -> Layout:
-        return Layout(shape, -(-self.max_model_len // self._block_size), self._backend.tile)
+        return layout_of(
+            shape, self.max_model_len, self._block_size, self._backend, self._kv_layout
+        )
 
     def admit(self, slot: int, values: SlotValues) -> None:
         """Write a request's sampling data into its slot, before the step that first uses it."""
@@ -210,11 +229,8 @@ def step_temporaries(
     temp is.)
     """
     backend, _ = choose_backend(config.attention_backend, loaded.config, config.block_size)
-    layout = Layout(
-        StepShape(buckets.max_rows, buckets.prefill[-1]),
-        -(-max_model_len // config.block_size),
-        backend.tile,
-    )
+    shape = StepShape(buckets.max_rows, buckets.prefill[-1])
+    layout = layout_of(shape, max_model_len, config.block_size, backend, settings.kv_layout)
     state = jax.eval_shape(
         lambda: EngineState(
             make_pools(loaded.config, 2, config.block_size, loaded.dtype, loaded.mesh),
@@ -222,7 +238,7 @@ def step_temporaries(
         )
     )
     step = jax.jit(
-        make_step(loaded.parts, backend, settings),
+        over_mesh(make_step(loaded.parts, backend, settings), loaded),
         static_argnames="layout",
         donate_argnames="state",
     )
@@ -233,10 +249,57 @@ def step_temporaries(
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
 
+def layout_of(
+    shape: StepShape,
+    max_model_len: int,
+    block_size: int,
+    backend: AttentionBackend,
+    kv_layout: KVLayout,
+) -> Layout:
+    width = -(-max_model_len // block_size)
+    return Layout(shape, width, backend.tile, len(kv_layout.windows))
+
+
+def state_specs(model: ModelConfig) -> EngineState:
+    """How the state is cut over the mesh: KV pools by heads, all else is on every device."""
+    pool = partition_spec(pool_axes(model))
+    pools = (pool,) if model.kv_shape.latent else (pool, pool)
+    slots: dict[str, Any] = dict.fromkeys(SlotState.__dataclass_fields__, PartitionSpec())
+    kv: list[Any] = [pools] * KVLayout.of(model).num_pools
+    return EngineState(kv, SlotState(**slots))
+
+
+def over_mesh(step: StepFunction, loaded: LoadedModel) -> StepFunction:
+    """The step on every device of the mesh at once: each has its slice of weights and KV pools, and
+    the layers say what they exchange. All that the host sends is on every device, and so is what it
+    reads.
+    """
+    if loaded.mesh.size == 1:
+        return step
+    everywhere: Any = PartitionSpec()
+    state = state_specs(loaded.config)
+    weights = jax.tree.map(lambda leaf: leaf.sharding.spec, loaded.weights)
+
+    def sharded(
+        weights_: Weights, state_: EngineState, ints: jax.Array, floats: jax.Array, layout: Layout
+    ) -> tuple[EngineState, StepOutput]:
+        run = jax.shard_map(
+            lambda *arrays: step(*arrays, layout),
+            mesh=loaded.mesh,
+            in_specs=(weights, state, everywhere, everywhere),
+            out_specs=(state, StepOutput(everywhere, everywhere)),
+            check_vma=False,
+        )
+        result: tuple[EngineState, StepOutput] = run(weights_, state_, ints, floats)
+        return result
+
+    return sharded
+
+
 def _jit_step(
     runner: Runner, loaded: LoadedModel, settings: StepSettings
 ) -> Callable[..., tuple[EngineState, StepOutput]]:
-    step = make_step(loaded.parts, runner._backend, settings)
+    step = over_mesh(make_step(loaded.parts, runner._backend, settings), loaded)
 
     def jaxpaged_step(
         weights: Weights, state: EngineState, ints: jax.Array, floats: jax.Array, layout: Layout

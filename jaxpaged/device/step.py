@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from jaxpaged.device.attention import AttentionBackend, AttentionMeta
+from jaxpaged.device.kv_cache import KVLayout
 from jaxpaged.device.packing import FROM_HISTORY, Layout
 from jaxpaged.device.sampler import prompt_logprobs, sample
 from jaxpaged.device.sampling_state import SlotState, record_tokens
@@ -28,7 +29,7 @@ _PROMPT_ROWS = (32, 16, 8)
 class EngineState:
     """Everything on the device that a step changes. Donated, and rebound in one place."""
 
-    kv: list[LayerKV]
+    kv: list[LayerKV]  # one entry a pool; see `kv_cache.KVLayout` for which layer has which
     slots: SlotState
 
 
@@ -61,6 +62,7 @@ class StepSettings:
     block_size: int
     max_logprobs: int
     valid_vocab: int
+    kv_layout: KVLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,28 +119,50 @@ def _part(module: nnx.Module, prefix: str) -> Part:
 StepFunction = Callable[
     [Weights, EngineState, jax.Array, jax.Array, Layout], tuple[EngineState, StepOutput]
 ]
+Trunk = Callable[
+    [Weights, EngineState, dict[str, jax.Array], Layout],
+    tuple[CausalLM, list[LayerKV], list[jax.Array]],
+]
+"""(weights, state, fields of the packed ints, layout) -> the model without its layers, the new
+pools, and f32 [R + P, E] after the embedding and after each layer."""
+
+
+def make_trunk(parts: ModelParts, backend: AttentionBackend, settings: StepSettings) -> Trunk:
+    """What a step does before its logits. To be traced; `layout` is static."""
+    layer_functions = _layer_functions(parts.layers, backend)
+
+    def trunk(
+        weights: Weights, state: EngineState, f: dict[str, jax.Array], layout: Layout
+    ) -> tuple[CausalLM, list[LayerKV], list[jax.Array]]:
+        num_pool_slots = state.kv[0][0].shape[0]
+        tokens, positions, lengths, metas = token_fields(
+            f, state.slots, layout, settings, num_pool_slots
+        )
+        model: CausalLM = parts.rest.build(weights.rest)
+
+        hidden = [model.embed(tokens, positions)]
+        rope = model.rope_tables(positions, lengths)
+        pools, kv = list(state.kv), settings.kv_layout
+        for index, (run, leaves) in enumerate(zip(layer_functions, weights.layers, strict=True)):
+            pool, meta = kv.pool_of[index], metas[kv.group_of[index]]
+            x, pools[pool] = run(leaves, hidden[-1], rope, pools[pool], meta)
+            hidden.append(x)
+        return model, pools, hidden
+
+    return trunk
 
 
 def make_step(parts: ModelParts, backend: AttentionBackend, settings: StepSettings) -> StepFunction:
     """The function to jit; `layout` is static."""
-    layer_functions = _layer_functions(parts.layers, backend)
+    trunk = make_trunk(parts, backend, settings)
 
     def step(
         weights: Weights, state: EngineState, ints: jax.Array, floats: jax.Array, layout: Layout
     ) -> tuple[EngineState, StepOutput]:
         rows = layout.shape.rows
         f = layout.split(ints)
-        num_pool_slots = state.kv[0][0].shape[0]
-        tokens, positions, meta = _token_fields(f, state, layout, settings, num_pool_slots)
-        model: CausalLM = parts.rest.build(weights.rest)
-
-        x = model.embed(tokens)
-        rope = model.rope_table(positions)
-        pools = []
-        for run, leaves, layer_kv in zip(layer_functions, weights.layers, state.kv, strict=True):
-            x, layer_kv = run(leaves, x, rope, layer_kv, meta)
-            pools.append(layer_kv)
-
+        model, pools, hidden = trunk(weights, state, f, layout)
+        x = hidden[-1]
         with jax.named_scope("sample"):
             drawn = sample(
                 model.logits(jnp.take(x, f["logits_index"], axis=0, mode="clip")),
@@ -183,17 +207,18 @@ def _layer_functions(
     return functions
 
 
-def _token_fields(
+def token_fields(
     f: dict[str, jax.Array],
-    state: EngineState,
+    slots: SlotState,
     layout: Layout,
     settings: StepSettings,
     num_pool_slots: int,
-) -> tuple[jax.Array, jax.Array, AttentionMeta]:
-    """Token ids and positions of the flat token axis (i32 [R + P]), and what attention needs."""
-    block_size, tables = settings.block_size, f["block_tables"]
-    decode_position = f["decode_position"]
-    history = state.slots.history.at[f["row_slot"], decode_position].get(mode="fill", fill_value=0)
+) -> tuple[jax.Array, jax.Array, jax.Array, list[AttentionMeta]]:
+    """Token ids, positions and rope lengths of the flat token axis (i32 [R + P] each), and what
+    attention needs, for each group of layers.
+    """
+    block_size, decode_position = settings.block_size, f["decode_position"]
+    history = slots.history.at[f["row_slot"], decode_position].get(mode="fill", fill_value=0)
     decode_token = jnp.where(f["decode_token"] == FROM_HISTORY, history, f["decode_token"])
 
     tile, offset = f["token_tile"] // layout.tile, f["token_tile"] % layout.tile
@@ -203,24 +228,28 @@ def _token_fields(
         [decode_position, jnp.where(real, _pick(f["tile_position"], tile) + offset, -1)]
     )
     column = jnp.maximum(position, 0) // block_size
-    block = tables.at[row_of, column].get(mode="clip")
-    kv_slots = jnp.where(position < 0, num_pool_slots, block * block_size + position % block_size)
     # Padding tokens get slots beyond the pool, all different, so that the scatter may count on
     # unique ones.
     spread = num_pool_slots + lax.iota(jnp.int32, position.shape[0])
-    meta = AttentionMeta(
-        kv_slots=jnp.where(position < 0, spread, kv_slots),
-        block_tables=tables,
-        decode_positions=decode_position,
-        tile_row=f["tile_row"],
-        tile_start=f["tile_start"],
-        tile_len=f["tile_len"],
-        tile_position=f["tile_position"],
-        token_tile=jnp.maximum(f["token_tile"], 0),
-        num_tiles=f["num_tiles"][0],
-    )
+
+    def meta_of(tables: jax.Array) -> AttentionMeta:
+        block = tables.at[row_of, column].get(mode="clip")
+        return AttentionMeta(
+            kv_slots=jnp.where(position < 0, spread, block * block_size + position % block_size),
+            block_tables=tables,
+            decode_positions=decode_position,
+            tile_row=f["tile_row"],
+            tile_start=f["tile_start"],
+            tile_len=f["tile_len"],
+            tile_position=f["tile_position"],
+            token_tile=jnp.maximum(f["token_tile"], 0),
+            num_tiles=f["num_tiles"][0],
+        )
+
     tokens = jnp.concatenate([decode_token, f["prompt_token"]])
-    return tokens, jnp.maximum(position, 0), meta
+    lengths = jnp.take(f["rope_length"], row_of, axis=0, mode="clip")
+    metas = [meta_of(f["block_tables"][group]) for group in range(layout.num_groups)]
+    return tokens, jnp.maximum(position, 0), lengths, metas
 
 
 def _pick(values: jax.Array, index: jax.Array) -> jax.Array:

@@ -2,98 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import numpy.typing as npt
 from flax import nnx
 
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.layers import (
-    Attend,
-    LayerKV,
-    RMSNorm,
-    inverse_frequencies,
-    matmul,
-    param,
-    rope_table,
-)
-from jaxpaged.sharding import LogicalAxes
+from jaxpaged.models.layers import Attend, LayerKV, RMSNorm, matmul, param
+from jaxpaged.models.parallel import all_columns, look_up
+from jaxpaged.models.rope import rope_table
+from jaxpaged.models.sources import ParamSource, whole
 
-HostArray = npt.NDArray[np.generic]
-
-
-@dataclass(frozen=True, slots=True)
-class ParamSource:
-    """The checkpoint tensors that make one parameter.
-
-    `join`: None takes one tensor as it is, "interleave" stacks several matrices on a new second
-    axis, "qkv" interleaves the three projections into [K, G + 2, H, E]. `axes` are the parameter's
-    logical axes; None is replicated.
-    """
-
-    names: tuple[str, ...]
-    join: str | None = None
-    axes: LogicalAxes | None = None
-
-    def tensor_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Shapes the tensors must have so that they make a parameter of this shape."""
-        if self.join is None:
-            return [shape]
-        if self.join == "interleave":
-            return [(shape[0], *shape[2:])] * len(self.names)
-        assert self.join == "qkv", self.join
-        kv_heads, slots, dim, hidden = shape
-        return [(kv_heads * n * dim, hidden) for n in (slots - 2, 1, 1)]
-
-    def assemble(self, tensors: Sequence[HostArray], shape: tuple[int, ...]) -> HostArray:
-        if self.join is None:
-            return tensors[0]
-        if self.join == "interleave":
-            return np.stack(tensors, axis=1)
-        kv_heads, _, dim, hidden = shape
-        parts = [t.reshape(kv_heads, -1, dim, hidden) for t in tensors]
-        return np.concatenate(parts, axis=1)
+RopeTables = Any
+"""What `CausalLM.rope_tables` computes once a step and every layer is given."""
 
 
 class DecoderLayer(nnx.Module):
     """One layer: f32 [T, E] in and out, plus its KV pools."""
 
     def __call__(
-        self, x: jax.Array, rope: jax.Array, layer_kv: LayerKV, meta: Any, attend: Attend
+        self, x: jax.Array, rope: RopeTables, layer_kv: LayerKV, meta: Any, attend: Attend
     ) -> tuple[jax.Array, LayerKV]:
         raise NotImplementedError("each family defines its layer")
 
 
 class CausalLM(nnx.Module):
-    """A decoder-only language model. Subclasses add `layers` and `layer_sources`."""
+    """A decoder-only language model. Subclasses add `layers` and `layer_sources`.
+
+    Modules are built with the shapes of the whole model, and run on a device's slice of each
+    weight: whatever depends on a size takes it from the weight.
+    """
 
     layers: nnx.List[DecoderLayer]
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
-        self.embedding = param((config.vocab_size, config.hidden_size), dtype)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        rows = config.padded(config.vocab_size)
+        self.embedding = param((rows, config.hidden_size), dtype)
+        self.norm = self.final_norm(config, dtype)
         if not config.tie_embeddings:
-            self.head = param((config.vocab_size, config.hidden_size), dtype)
+            self.head = param((rows, config.hidden_size), dtype)
         self.tied = config.tie_embeddings
+        self.devices = config.tensor_parallel
         self.rope = config.rope
-        self.head_dim = config.head_dim
+        self.rotary_dim = config.rope.rotary_dim(config.head_dim)
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """i32 [T] -> f32 [T, E]."""
-        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip").astype(jnp.float32)
+    def final_norm(self, config: ModelConfig, dtype: jnp.dtype) -> nnx.Module:
+        return RMSNorm(config.hidden_size, config.norm_eps, dtype)
 
-    def rope_table(self, positions: jax.Array) -> jax.Array:
-        return rope_table(positions, inverse_frequencies(self.rope, self.head_dim))
+    def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """i32 [T] twice -> f32 [T, E]."""
+        return look_up(self.embedding[...], tokens, self.devices)
+
+    def rope_tables(self, positions: jax.Array, lengths: jax.Array) -> RopeTables:
+        """For i32 [T] positions and lengths (see `rope_table`)."""
+        return rope_table(self.rope, self.rotary_dim, positions, lengths)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """f32 [R, E] after the last layer -> f32 [R, V]."""
+        """f32 [R, E] after the last layer -> f32 [R, V], V padded to a multiple of the devices."""
         weight = self.embedding if self.tied else self.head
-        return matmul(self.norm(x), weight[...])
+        return all_columns(matmul(self.norm(x), weight[...]), self.devices)
 
     @staticmethod
     def layer_sources(config: ModelConfig, index: int) -> dict[str, ParamSource]:
@@ -101,14 +69,21 @@ class CausalLM(nnx.Module):
         raise NotImplementedError("each family names its tensors")
 
     @classmethod
-    def sources(cls, config: ModelConfig) -> dict[str, ParamSource]:
-        """Parameter path -> source, for the whole model."""
+    def outer_sources(cls, config: ModelConfig) -> dict[str, ParamSource]:
+        """Parameter path -> source, for what is not in a layer."""
+        table, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
         sources = {
-            "embedding": ParamSource(("model.embed_tokens.weight",), axes=("vocab", "embed")),
-            "norm.weight": ParamSource(("model.norm.weight",)),
+            "embedding": whole("model.embed_tokens.weight", table, axes),
+            "norm.weight": whole("model.norm.weight", (config.hidden_size,)),
         }
         if not config.tie_embeddings:
-            sources["head"] = ParamSource(("lm_head.weight",), axes=("vocab", "embed"))
+            sources["head"] = whole("lm_head.weight", table, axes)
+        return sources
+
+    @classmethod
+    def sources(cls, config: ModelConfig) -> dict[str, ParamSource]:
+        """Parameter path -> source, for the whole model."""
+        sources = cls.outer_sources(config)
         for index in range(config.num_layers):
             for path, source in cls.layer_sources(config, index).items():
                 sources[f"layers.{index}.{path}"] = source

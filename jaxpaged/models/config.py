@@ -1,30 +1,36 @@
-"""What the layers need to know of a model, read strictly from a Hugging Face style config."""
+"""What the engine needs to know of a model's dimensions, and how they are cut over a mesh."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Self
 
-from jaxpaged.errors import ModelLoadError, UnsupportedModelError
+from jaxpaged.errors import ConfigError
+from jaxpaged.models.rope import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding. `kind` is default, linear or llama3."""
+class KVShape:
+    """What one token leaves in the cache of one layer.
 
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 0
+    `heads` x `key_dim` keys; values of `value_dim`, or, where `latent`, values that are the first
+    `value_dim` elements of the key and not stored again (multi-head latent attention).
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    latent: bool = False
+
+    @property
+    def elements(self) -> int:
+        return self.heads * (self.key_dim + (0 if self.latent else self.value_dim))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Dimensions of a decoder-only transformer."""
+    """Dimensions of a decoder-only transformer. Families add fields in subclasses."""
 
     architecture: str
     vocab_size: int
@@ -33,162 +39,57 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    """Of the checkpoint. The cache may hold copies: see `kv_repeat`."""
     head_dim: int
     norm_eps: float
     rope: RopeConfig
     max_position: int
     tie_embeddings: bool
-    sliding_window: int | None = None
+    windows: tuple[int | None, ...] = ()
+    """Attention window of each layer in tokens, None for all; () is no window anywhere."""
+    tensor_parallel: int = 1
+    """Devices that heads, MLP width, experts and vocabulary are cut over."""
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """Elements of K and V that one token takes over all layers (times the type's size)."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+    def layer_windows(self) -> tuple[int | None, ...]:
+        return self.windows or (None,) * self.num_layers
 
+    @property
+    def kv_repeat(self) -> int:
+        """Copies of each KV head: with more devices than KV heads, several hold the same."""
+        return max(1, self.tensor_parallel // self.num_kv_heads)
 
-CHANGES_MATHS: Mapping[str, tuple[Any, ...]] = {
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "logit_scale": (None, 1.0),
-    "logits_scaling": (None, 1.0),
-    "embedding_multiplier": (None, 1.0),
-    "residual_multiplier": (None, 1.0),
-    "attention_multiplier": (None,),
-    "query_pre_attn_scalar": (None,),
-    "scale_emb": (None, 1.0),
-    "scale_depth": (None,),
-    "dim_model_base": (None,),
-    "clip_qkv": (None,),
-    "qk_norm": (None, False),
-    "use_qk_norm": (None, False),
-    "qk_layernorm": (None, False),
-    "use_sliding_window": (None, True),
-    "attention_chunk_size": (None,),
-    "no_rope_layers": (None, []),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "n_routed_experts": (None, 0),
-    "kv_lora_rank": (None,),
-    "parallel_attn": (None, False),
-    "alibi": (None, False),
-}
-"""Settings of other families that change what a layer computes -> the values that do not. One that
-stands in a config and is not understood must not be ignored."""
+    @property
+    def kv_shape(self) -> KVShape:
+        """Over all devices, copies included."""
+        return KVShape(self.num_kv_heads * self.kv_repeat, self.head_dim, self.head_dim)
 
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head on a device."""
+        return self.num_heads // self.kv_shape.heads
 
-class ConfigReader:
-    """Typed access to a config dict; errors name the key and its value."""
+    def padded(self, size: int) -> int:
+        """`size` rounded up to a multiple of the devices; what is added is zero and unused."""
+        return -(-size // self.tensor_parallel) * self.tensor_parallel
 
-    def __init__(self, fields: Mapping[str, Any], where: str) -> None:
-        self.fields = fields
-        self.where = where
+    def splits_into(self, devices: int) -> bool:
+        """True if the heads can be cut over this many devices."""
+        if self.num_kv_heads % devices == 0:
+            return True
+        group = self.num_heads // self.num_kv_heads
+        return devices % self.num_kv_heads == 0 and group % (devices // self.num_kv_heads) == 0
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.fields.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelLoadError(
-                f"{self.where}: config {key!r} must be a positive integer, got {value!r}."
-            )
-        return value
+    def over(self, devices: int) -> Self:
+        """The same model cut over `devices`.
 
-    def number(self, key: str, default: float | None = None) -> float:
-        return self.number_in(self.fields, key, default)
-
-    def number_in(self, fields: Mapping[str, Any], key: str, default: float | None = None) -> float:
-        value = fields.get(key)
-        value = default if value is None else value
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not math.isfinite(value)
-            or value <= 0
-        ):
-            raise ModelLoadError(
-                f"{self.where}: config {key!r} must be a positive number, got {value!r}."
-            )
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        """A boolean, false where the config leaves it out."""
-        value = self.fields.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise ModelLoadError(
-                f"{self.where}: config {key!r} must be true or false, got {value!r}."
-            )
-        return bool(value)
-
-    def require(self, key: str, allowed: tuple[Any, ...]) -> None:
-        """Refuse a setting that changes the mathematics in a way that is not implemented."""
-        if key in self.fields and self.fields[key] not in allowed:
-            raise UnsupportedModelError(
-                f"{self.where}: config {key}={self.fields[key]!r} is not supported for this "
-                f"architecture; supported: {', '.join(repr(a) for a in allowed)}."
-            )
-
-    def refuse_other_maths(self, understood: Collection[str] = ()) -> None:
-        """Refuse every setting of `CHANGES_MATHS` that is neither `understood` nor neutral.
-
-        Raises `UnsupportedModelError` naming it.
+        Raises `ConfigError` with the sizes that work if the heads cannot be cut so.
         """
-        for key, neutral in CHANGES_MATHS.items():
-            if key not in understood:
-                self.require(key, neutral)
-
-    def rope(self) -> RopeConfig:
-        """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (older)."""
-        key = "rope_parameters" if self.fields.get("rope_parameters") else "rope_scaling"
-        scaling = self.fields.get(key) or {}
-        if not isinstance(scaling, Mapping):
-            raise ModelLoadError(f"{self.where}: config {key}={scaling!r} must be a mapping.")
-        theta = self.number("rope_theta", 10000.0)
-        theta = self.number_in(scaling, "rope_theta", theta)
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if not isinstance(kind, str) or any(isinstance(v, Mapping) for v in scaling.values()):
-            raise UnsupportedModelError(
-                f"{self.where}: rope settings per layer type are not supported: {scaling!r}."
+        if not self.splits_into(devices):
+            sizes = [n for n in range(1, self.num_heads + 1) if self.splits_into(n)]
+            raise ConfigError(
+                f"tensor_parallel_size={devices} does not divide this model's {self.num_heads} "
+                f"query and {self.num_kv_heads} KV heads; sizes that work: "
+                f"{', '.join(map(str, sizes))}."
             )
-        for fields in (self.fields, scaling):
-            rotated = fields.get("partial_rotary_factor")
-            if rotated not in (None, 1.0):
-                raise UnsupportedModelError(
-                    f"{self.where}: config partial_rotary_factor={rotated!r} is not supported, "
-                    "only 1.0."
-                )
-        if kind == "default":
-            return RopeConfig(theta)
-        if kind == "linear":
-            return RopeConfig(theta, kind, factor=self.number_in(scaling, "factor"))
-        if kind == "llama3":
-            low = self.number_in(scaling, "low_freq_factor")
-            high = self.number_in(scaling, "high_freq_factor")
-            if high <= low:
-                raise ModelLoadError(
-                    f"{self.where}: config high_freq_factor={high} must be above "
-                    f"low_freq_factor={low}."
-                )
-            return RopeConfig(
-                theta,
-                kind,
-                factor=self.number_in(scaling, "factor"),
-                low_freq_factor=low,
-                high_freq_factor=high,
-                original_max_position=int(
-                    self.number_in(scaling, "original_max_position_embeddings")
-                ),
-            )
-        raise UnsupportedModelError(
-            f"{self.where}: rope_type {kind!r} is not supported; supported: default, linear, "
-            "llama3."
-        )
-
-    def head_dim(self, hidden: int, heads: int) -> int:
-        """`head_dim`, or hidden_size / num_attention_heads where the config leaves it out."""
-        if self.fields.get("head_dim") is not None:
-            return self.integer("head_dim")
-        if hidden % heads:
-            raise ModelLoadError(
-                f"{self.where}: config hidden_size={hidden} is not a multiple of "
-                f"num_attention_heads={heads} and there is no head_dim."
-            )
-        return hidden // heads
+        return dataclasses.replace(self, tensor_parallel=devices)

@@ -9,20 +9,31 @@ elementwise work stay in float32.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import numpy.typing as npt
 from flax import nnx
 from jax import lax
 
-from jaxpaged.models.config import RopeConfig
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.parallel import all_sum
+from jaxpaged.models.rope import apply_rope
+from jaxpaged.models.sources import GroupedQKV, Interleaved, ParamSource, Tensor, whole
 
-LayerKV = tuple[jax.Array, jax.Array]
-"""K and V pool of one layer, each [slots, K, H]."""
+LayerKV = tuple[jax.Array, ...]
+"""K and V pool of one layer, each [slots, K, H]; a latent cache has only the first."""
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+"""By their names in Hugging Face configs."""
 
 
 class Attend(Protocol):
@@ -32,13 +43,14 @@ class Attend(Protocol):
         self,
         q: jax.Array,  # [T, N, H]
         k: jax.Array,  # [T, K, H]
-        v: jax.Array,  # [T, K, H]
+        v: jax.Array | None,  # [T, K, H]; None: the first `value_dim` elements of k
         layer_kv: LayerKV,
         meta: Any,
         *,
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        value_dim: int | None = None,
     ) -> tuple[jax.Array, LayerKV]: ...
 
 
@@ -59,12 +71,17 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     return product.reshape(x.shape[0], *weight.shape[:-1])
 
 
-def mean_of_squares(x: jax.Array) -> jax.Array:
+def mean(x: jax.Array) -> jax.Array:
     """f32 [T, E] -> [T, 1], as a matmul with ones: XLA:CPU sums `reduce` in an order that depends
     on T, and a token's bits must not depend on what it is batched with.
     """
     ones = jnp.ones((8, x.shape[-1]), jnp.float32)
-    return matmul(x * x, ones)[:, :1] / x.shape[-1]
+    return matmul(x, ones)[:, :1] / x.shape[-1]
+
+
+def mean_of_squares(x: jax.Array) -> jax.Array:
+    """f32 [T, E] -> [T, 1]."""
+    return mean(x * x)
 
 
 def param(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[jax.Array]:
@@ -73,106 +90,215 @@ def param(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[jax.Array]:
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm (Zhang and Sennrich, 2019), in float32."""
+    """Root mean square norm over the last axis (Zhang and Sennrich, 2019), in float32.
 
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype) -> None:
+    `unit_offset`: the stored weight is the deviation from 1 (Gemma).
+    """
+
+    def __init__(
+        self, size: int, eps: float, dtype: jnp.dtype, *, unit_offset: bool = False
+    ) -> None:
         self.weight = param((size,), dtype)
+        self.eps = eps
+        self.unit_offset = unit_offset
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+        weight = self.weight[...].astype(jnp.float32)
+        if self.unit_offset:
+            weight = weight + 1.0
+        normed = rows * lax.rsqrt(mean_of_squares(rows) + self.eps) * weight[None, :]
+        return normed.reshape(x.shape)
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm over the last axis of f32 [T, E] (Ba et al., 2016), in float32.
+
+    Without `affine` it has no parameters.
+    """
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype, *, affine: bool = True) -> None:
+        self.weight = param((size,), dtype) if affine else None
+        self.bias = param((size,), dtype) if affine else None
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32)
-        normed = x * lax.rsqrt(mean_of_squares(x) + self.eps)
-        return normed * self.weight[...].astype(jnp.float32)[None, :]
+        centred = x - mean(x)
+        normed = centred * lax.rsqrt(mean_of_squares(centred) + self.eps)
+        if self.weight is None or self.bias is None:
+            return normed
+        weight, bias = (p[...].astype(jnp.float32)[None, :] for p in (self.weight, self.bias))
+        return normed * weight + bias
+
+    @staticmethod
+    def sources(prefix: str, size: int, *, affine: bool = True) -> dict[str, ParamSource]:
+        """From the tensors `prefix`.weight and .bias."""
+        return {n: whole(f"{prefix}.{n}", (size,)) for n in ("weight", "bias") if affine}
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one weight [I, 2, E].
+    """down(act(gate(x)) * up(x)); gate and up are one weight [I, 2, E].
 
     In this order a slice of I is a slice of the matrix [2 I, E] that `matmul` sees, so that
-    sharding over I stays local.
+    sharding over I stays local. With `reduce` off the result is this device's part of the sum.
+    `bias`: all three projections have one; that of `down` is added once, after the sum.
     """
 
-    def __init__(self, hidden: int, width: int, dtype: jnp.dtype) -> None:
-        self.gate_up = param((width, 2, hidden), dtype)
-        self.down = param((hidden, width), dtype)
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        *,
+        width: int | None = None,
+        activation: str = "silu",
+        bias: bool = False,
+        reduce: bool = True,
+    ) -> None:
+        assert reduce or not bias, "a bias cannot be added to a part of a sum"
+        width = config.padded(config.intermediate_size if width is None else width)
+        self.gate_up = param((width, 2, config.hidden_size), dtype)
+        self.gate_up_bias = param((width, 2), dtype) if bias else None
+        self.down = param((config.hidden_size, width), dtype)
+        self.down_bias = param((config.hidden_size,), dtype) if bias else None
+        self.activation = activation
+        self.devices = config.tensor_parallel if reduce else 1
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate_up = matmul(x, self.gate_up[...])  # [T, I, 2]
-        return matmul(jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1], self.down[...])
+        if self.gate_up_bias is not None:
+            gate_up = gate_up + self.gate_up_bias[...].astype(jnp.float32)[None]
+        act = ACTIVATIONS[self.activation]
+        out = matmul(act(gate_up[:, :, 0]) * gate_up[:, :, 1], self.down[...])
+        out = all_sum(out, self.devices)
+        if self.down_bias is not None:
+            out = out + self.down_bias[...].astype(jnp.float32)[None]
+        return out
+
+    @staticmethod
+    def sources(
+        config: ModelConfig, prefix: str, *, width: int | None = None, bias: bool = False
+    ) -> dict[str, ParamSource]:
+        """From `gate_proj`, `up_proj` and `down_proj` under `prefix`."""
+        width = config.intermediate_size if width is None else width
+        hidden = config.hidden_size
+
+        def joined(kind: str, *tail: int) -> tuple[Tensor, ...]:
+            return tuple(Tensor(f"{prefix}{n}_proj.{kind}", (width, *tail)) for n in ("gate", "up"))
+
+        sources: dict[str, ParamSource] = {
+            "gate_up": Interleaved(
+                tensors=joined("weight", hidden), axes=("mlp", "gate_up", "embed")
+            ),
+            "down": whole(f"{prefix}down_proj.weight", (hidden, width), ("embed", "mlp")),
+        }
+        if bias:
+            sources["gate_up_bias"] = Interleaved(tensors=joined("bias"), axes=("mlp", "gate_up"))
+            sources["down_bias"] = whole(f"{prefix}down_proj.bias", (hidden,))
+        return sources
 
 
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions over a paged KV cache.
 
     `qkv` is [K, G + 2, H, E]: the query heads of a group, then its K and its V, so that sharding
-    over KV heads never cuts across a group.
+    over KV heads never cuts across a group. `scale` None is 1 / sqrt(H). `qk_norm` is an RMSNorm
+    over each head of q and k before the rotation. `out_bias` is added once, after the sum over
+    devices.
     """
 
     def __init__(
         self,
-        hidden: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        config: ModelConfig,
         dtype: jnp.dtype,
         *,
         window: int | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+        norm_unit_offset: bool = False,
+        scale: float | None = None,
+        soft_cap: float | None = None,
     ) -> None:
-        self.group = num_heads // num_kv_heads
-        self.qkv = param((num_kv_heads, self.group + 2, head_dim, hidden), dtype)
-        self.out = param((hidden, num_heads * head_dim), dtype)
+        hidden, dim, kv_heads = config.hidden_size, config.head_dim, config.kv_shape.heads
+        self.group = config.group_size
+        self.qkv = param((kv_heads, self.group + 2, dim, hidden), dtype)
+        self.bias = param((kv_heads, self.group + 2, dim), dtype) if qkv_bias else None
+        self.out = param((hidden, config.num_heads * dim), dtype)
+        self.out_bias = param((hidden,), dtype) if out_bias else None
+        if qk_norm:
+            self.q_norm = RMSNorm(dim, config.norm_eps, dtype, unit_offset=norm_unit_offset)
+            self.k_norm = RMSNorm(dim, config.norm_eps, dtype, unit_offset=norm_unit_offset)
+        self.qk_norm = qk_norm
         self.window = window
+        self.scale = 1.0 / math.sqrt(dim) if scale is None else scale
+        self.soft_cap = soft_cap
+        self.devices = config.tensor_parallel
 
     def __call__(
-        self, x: jax.Array, rope: jax.Array, layer_kv: LayerKV, meta: Any, attend: Attend
+        self, x: jax.Array, rope: jax.Array | None, layer_kv: LayerKV, meta: Any, attend: Attend
     ) -> tuple[jax.Array, LayerKV]:
+        """`rope` is the layer's table, None where positions are not rotated."""
         weight = self.qkv[...]
         tokens, (kv_heads, _, dim, _) = x.shape[0], weight.shape
         qkv = matmul(x, weight)  # [T, K, G + 2, H]
-        turned = apply_rope(qkv[:, :, : self.group + 1], rope).astype(weight.dtype)
+        if self.bias is not None:
+            qkv = qkv + self.bias[...].astype(jnp.float32)[None]
+        turned = qkv[:, :, : self.group + 1]
+        if self.qk_norm:
+            q, k = turned[:, :, : self.group], turned[:, :, self.group :]
+            turned = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=2)
+        if rope is not None:
+            turned = apply_rope(turned, rope)
+        turned = turned.astype(weight.dtype)
         out, layer_kv = attend(
             turned[:, :, : self.group].reshape(tokens, kv_heads * self.group, dim),
             turned[:, :, self.group],
             qkv[:, :, self.group + 1].astype(weight.dtype),
             layer_kv,
             meta,
-            scale=1.0 / math.sqrt(dim),
+            scale=self.scale,
             window=self.window,
-            soft_cap=None,
+            soft_cap=self.soft_cap,
         )
-        return matmul(out.reshape(tokens, -1), self.out[...]), layer_kv
+        mixed = all_sum(matmul(out.reshape(tokens, -1), self.out[...]), self.devices)
+        if self.out_bias is not None:
+            mixed = mixed + self.out_bias[...].astype(jnp.float32)[None]
+        return mixed, layer_kv
 
+    @staticmethod
+    def sources(
+        config: ModelConfig,
+        prefix: str,
+        *,
+        out: str = "o_proj",
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> dict[str, ParamSource]:
+        """From `q_proj`, `k_proj`, `v_proj` and `out` under `prefix`, with the options of the
+        module.
+        """
+        hidden, dim = config.hidden_size, config.head_dim
+        rows = [n * dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        axes = ("kv_heads", "heads_of_group", "head_dim")
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float32]:
-    """f32 [H / 2] radians per position. llama3 scaling: the Llama 3.1 release's rule, as
-    transformers does it.
-    """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    freqs = (np.float32(1.0) / np.float32(rope.theta) ** exponents).astype(np.float32)
-    if rope.kind == "linear":
-        return freqs / np.float32(rope.factor)
-    if rope.kind == "llama3":
-        wavelength = np.float32(2 * math.pi) / freqs
-        low = rope.original_max_position / rope.low_freq_factor
-        high = rope.original_max_position / rope.high_freq_factor
-        span = rope.high_freq_factor - rope.low_freq_factor
-        smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / span
-        blended = (1 - smooth) * freqs / rope.factor + smooth * freqs
-        freqs = np.where(wavelength > low, freqs / rope.factor, freqs)
-        between = (wavelength <= low) & (wavelength >= high)
-        return np.where(between, blended, freqs).astype(np.float32)
-    assert rope.kind == "default", rope.kind
-    return freqs
+        def joined(kind: str, *tail: int) -> tuple[Tensor, ...]:
+            return tuple(
+                Tensor(f"{prefix}{n}_proj.{kind}", (count, *tail))
+                for n, count in zip("qkv", rows, strict=True)
+            )
 
-
-def rope_table(positions: jax.Array, freqs: npt.NDArray[np.float32]) -> jax.Array:
-    """f32 [2, T, H / 2]: cosines and sines. Computed once a step; every layer uses it."""
-    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(freqs)[None, :]
-    return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
-
-
-def apply_rope(x: jax.Array, rope: jax.Array) -> jax.Array:
-    """Rotate f32 [T, A, B, H] by pairs (i, i + H/2) (Su et al., 2021, in the half-split layout)."""
-    cos, sin = rope[0][:, None, None, :], rope[1][:, None, None, :]
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        sources: dict[str, ParamSource] = {
+            "qkv": GroupedQKV(
+                tensors=joined("weight", hidden), axes=(*axes, "embed"), repeat=config.kv_repeat
+            ),
+            "out": whole(f"{prefix}{out}.weight", (hidden, rows[0]), ("embed", "heads")),
+        }
+        if qkv_bias:
+            sources["bias"] = GroupedQKV(tensors=joined("bias"), axes=axes, repeat=config.kv_repeat)
+        if out_bias:
+            sources["out_bias"] = whole(f"{prefix}{out}.bias", (hidden,))
+        if qk_norm:
+            sources["q_norm.weight"] = whole(f"{prefix}q_norm.weight", (dim,))
+            sources["k_norm.weight"] = whole(f"{prefix}k_norm.weight", (dim,))
+        return sources

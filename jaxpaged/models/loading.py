@@ -1,108 +1,125 @@
-"""Checkpoint tensors -> parameters on the mesh, one parameter at a time, strictly."""
+"""Checkpoint tensors -> parameters on the mesh, one device's slice at a time, strictly."""
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.errors import ModelLoadError
-from jaxpaged.models.base import CausalLM, ParamSource
+from jaxpaged.models.base import CausalLM
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.sources import Index, ParamSource
 from jaxpaged.sharding import partition_spec
 from jaxpaged.weights.reader import TensorReader
 
 Progress = Callable[[int], None]
-"""Called with the bytes of each parameter once it is on its device."""
+"""Called with the bytes of each parameter once it is on its devices."""
 
 DUMMY_STD = 0.02
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
+_NOT_FLOAT = re.compile(r"u?int|bool|float8|[iu]\d|f8")
 
 
 def load_parameters(
     reader: TensorReader,
     model: type[CausalLM],
     config: ModelConfig,
-    shapes: dict[str, jax.ShapeDtypeStruct],
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
     mesh: Mesh,
     progress: Progress,
 ) -> dict[str, jax.Array]:
-    """Read every parameter of `shapes` (path -> shape and dtype). Host memory peaks at one
-    parameter's tensors.
+    """Read every parameter of `shapes` (path -> shape and dtype). Host memory peaks at one device's
+    slice of one parameter.
 
     Raises `ModelLoadError` naming the tensors that are missing, left over, of another shape, or not
     floats.
     """
-    sources = model.sources(config)
-    _check_names(reader, model, config, sources)
+    names = set(reader.names())
+    sources = {path: source.among(names) for path, source in model.sources(config).items()}
+    check_tensors(reader, model, config, sources)
     params: dict[str, jax.Array] = {}
     for path, abstract in shapes.items():
-        source = sources[path]
-        tensors = []
-        for name, shape in zip(source.names, source.tensor_shapes(abstract.shape), strict=True):
-            _check_tensor(reader, name, shape)
-            tensors.append(reader.read(name))
-        value = source.assemble(tensors, abstract.shape).astype(abstract.dtype)
-        params[path] = jax.device_put(value, _sharding(mesh, source))
-        progress(value.nbytes)
+        params[path] = _load(reader, sources[path], abstract, mesh)
+        progress(params[path].nbytes)
     return params
 
 
-def dummy_parameters(
-    model: type[CausalLM],
-    config: ModelConfig,
-    shapes: dict[str, jax.ShapeDtypeStruct],
-    mesh: Mesh,
-    seed: int,
-) -> dict[str, jax.Array]:
-    """Random weights: norms are 1, the rest normal with standard deviation 0.02, the same for one
-    seed.
-    """
-    sources = model.sources(config)
-    params: dict[str, jax.Array] = {}
-    for path, abstract in shapes.items():
-        value: Any
-        if len(abstract.shape) == 1:
-            value = np.ones(abstract.shape, abstract.dtype)
-        else:
-            rng = np.random.default_rng((seed, zlib.crc32(path.encode())))
-            value = rng.standard_normal(abstract.shape, np.float32) * np.float32(DUMMY_STD)
-        params[path] = jax.device_put(
-            jnp.asarray(value, abstract.dtype), _sharding(mesh, sources[path])
-        )
-    return params
+def _load(
+    reader: TensorReader, source: ParamSource, abstract: jax.ShapeDtypeStruct, mesh: Mesh
+) -> jax.Array:
+    def slice_of(index: Index | None) -> npt.NDArray[np.generic]:
+        found = source.read(reader.read_slice, abstract.shape, index or ())
+        return found.astype(abstract.dtype)
+
+    return jax.make_array_from_callback(abstract.shape, sharding_of(mesh, source), slice_of)
 
 
-def _sharding(mesh: Mesh, source: ParamSource) -> NamedSharding:
+def sharding_of(mesh: Mesh, source: ParamSource) -> NamedSharding:
     spec = PartitionSpec() if source.axes is None else partition_spec(source.axes)
     return NamedSharding(mesh, spec)
 
 
-def _check_names(
+class DummyReader:
+    """A `TensorReader` of random weights: vectors are 1 (norms) or 0 (biases), the rest is normal
+    with standard deviation 0.02, and the same for one seed whatever the mesh.
+    """
+
+    def __init__(self, sources: Mapping[str, ParamSource], seed: int) -> None:
+        tensors = [tensor for source in sources.values() for tensor in source.tensors]
+        self._shapes = {tensor.name: tensor.stored_shape for tensor in tensors}
+        self._seed = seed
+
+    def names(self) -> list[str]:
+        return sorted(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype_name(self, name: str) -> str:
+        return "float32"
+
+    def read(self, name: str) -> npt.NDArray[np.generic]:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return np.full(shape, 0.0 if name.endswith("bias") else 1.0, np.float32)
+        rng = np.random.default_rng((self._seed, zlib.crc32(name.encode())))
+        return rng.standard_normal(shape, np.float32) * np.float32(DUMMY_STD)
+
+    def read_slice(self, name: str, index: tuple[slice, ...]) -> npt.NDArray[np.generic]:
+        return self.read(name)[index]
+
+    def close(self) -> None: ...
+
+
+def check_tensors(
     reader: TensorReader,
     model: type[CausalLM],
     config: ModelConfig,
-    sources: dict[str, ParamSource],
+    sources: Mapping[str, ParamSource],
 ) -> None:
-    wanted = {name for source in sources.values() for name in source.names}
+    """Raises `ModelLoadError` unless the checkpoint has exactly the tensors that `sources` need."""
+    wanted = {t.name: t.stored_shape for source in sources.values() for t in source.tensors}
     present = set(reader.names())
-    missing = sorted(wanted - present)
+    missing = sorted(wanted.keys() - present)
     if missing:
         raise ModelLoadError(
             f"The checkpoint lacks {len(missing)} tensors of {config.architecture}: "
             f"{_some(missing)}."
         )
-    extra = sorted(n for n in present - wanted if not model.ignorable(config, n))
+    extra = sorted(n for n in present - wanted.keys() if not model.ignorable(config, n))
     if extra:
         raise ModelLoadError(
             f"The checkpoint has {len(extra)} tensors that {config.architecture} does not use, so "
             f"its results would be wrong: {_some(extra)}."
         )
+    for name, shape in wanted.items():
+        _check_tensor(reader, name, shape)
 
 
 def _check_tensor(reader: TensorReader, name: str, shape: tuple[int, ...]) -> None:
@@ -111,7 +128,7 @@ def _check_tensor(reader: TensorReader, name: str, shape: tuple[int, ...]) -> No
             f"Tensor {name!r} has shape {reader.shape(name)}, the config asks for {shape}."
         )
     kind = reader.dtype_name(name)
-    if kind.startswith(("int", "uint", "bool", "float8")):
+    if _NOT_FLOAT.match(kind.lower()):
         raise ModelLoadError(
             f"Tensor {name!r} is stored as {kind}; weights must be one of "
             f"{', '.join(_FLOATS)}, or a supported GGUF quantisation."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.errors import UnsupportedModelError
-from jaxpaged.models import llama
+from jaxpaged.models import deepseek, gemma, llama, mixtral, opt, phi3, qwen, qwen_moe
 from jaxpaged.models.base import CausalLM
 from jaxpaged.models.config import ModelConfig
 
@@ -19,7 +19,18 @@ class Family:
 
 
 _FAMILIES: dict[str, Family] = {
-    name: Family(llama.LlamaForCausalLM, llama.read_config) for name in llama.ARCHITECTURES
+    name: family
+    for names, family in (
+        (llama.ARCHITECTURES, Family(llama.LlamaForCausalLM, llama.read_config)),
+        (qwen.ARCHITECTURES, Family(llama.LlamaForCausalLM, qwen.read_config)),
+        (deepseek.ARCHITECTURES, Family(deepseek.DeepseekForCausalLM, deepseek.read_config)),
+        (gemma.ARCHITECTURES, Family(gemma.GemmaForCausalLM, gemma.read_config)),
+        (mixtral.ARCHITECTURES, Family(mixtral.MixtralForCausalLM, mixtral.read_config)),
+        (opt.ARCHITECTURES, Family(opt.OPTForCausalLM, opt.read_config)),
+        (phi3.ARCHITECTURES, Family(phi3.Phi3ForCausalLM, phi3.read_config)),
+        (qwen_moe.ARCHITECTURES, Family(qwen_moe.QwenMoeForCausalLM, qwen_moe.read_config)),
+    )
+    for name in names
 }
 
 

@@ -11,6 +11,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from jaxpaged.errors import ModelLoadError
+from jaxpaged.text.gguf_splits import SPLITS
 from jaxpaged.weights.gguf_file import GGUFFile
 
 logger = logging.getLogger(__name__)
@@ -18,55 +19,7 @@ logger = logging.getLogger(__name__)
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """How text is cut before merging. These are facts about how each vocabulary was trained."""
-
-    regex: str | None = None
-    """None is GPT-2's own expression, which ByteLevel has built in."""
-    single_digits: bool = False
-    ignore_merges: bool = False
-    """A stretch that is a vocabulary entry is taken whole, even if no merges lead to it."""
-    nfc: bool = False
-    adds_bos: bool = False
-    """What holds when the file does not say."""
-
-
-_GPT2 = _Split()
-_DIGITS = _Split(single_digits=True)
-_LLAMA = _Split(_LLAMA3, ignore_merges=True, adds_bos=True)
-_QWEN2 = _Split(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"), nfc=True)
-_MISTRAL = _Split(_TEKKEN, ignore_merges=True, adds_bos=True)
-
-# tokenizer.ggml.pre -> rule
-_SPLITS = {
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "gpt2": _GPT2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "command-r": _DIGITS,
-    "llama-bpe": _LLAMA,
-    "llama3": _LLAMA,
-    "llama-v3": _LLAMA,
-    "falcon3": _LLAMA,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "megrez": _QWEN2,
-    "tekken": _MISTRAL,
-}
+_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +70,11 @@ def build_gguf_tokenizer(file: GGUFFile) -> GGUFTokenizerParts:
 
 def _byte_level(file: GGUFFile, vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
     pre = file.get("tokenizer.ggml.pre", "default")
-    split = _SPLITS.get(pre)
+    split = SPLITS.get(pre)
     if split is None:
         raise ModelLoadError(
             f"{file.path}: tokenizer.ggml.pre {pre!r} is not known, so text cannot be cut the way "
-            f"the model learned it. Known: {', '.join(sorted(_SPLITS))}. Give the original "
+            f"the model learned it. Known: {', '.join(sorted(SPLITS))}. Give the original "
             "tokenizer's folder with tokenizer=..."
         )
     if pre == "default":
@@ -130,12 +83,10 @@ def _byte_level(file: GGUFFile, vocab: dict[str, int]) -> tuple[Tokenizer, bool]
     backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=split.ignore_merges))
     if split.nfc:
         backend.normalizer = normalizers.NFC()
-    steps: list[Any] = []
-    if split.single_digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if split.regex is not None:
-        steps.append(pre_tokenizers.Split(Regex(split.regex), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.regex is None))
+    steps: list[Any] = [
+        pre_tokenizers.Split(Regex(regex), behavior="isolated") for regex in split.regexes
+    ]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.gpt2))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend, split.adds_bos
@@ -187,11 +138,21 @@ def _merges_from_scores(file: GGUFFile, vocab: dict[str, int]) -> list[tuple[str
 def _add_special(file: GGUFFile, backend: Tokenizer, tokens: list[str]) -> None:
     """Control tokens are special; user-defined ones are matched whole but are ordinary text."""
     kinds = file.get("tokenizer.ggml.token_type") or []
+    # Phi-3's first tokenizer (not the byte-level one of Phi-4) drops the white space that follows
+    # its chat markers. Nothing in the metadata says so; llama.cpp goes by the model's name.
+    drops = (
+        file.get("general.architecture") == "phi3" and file.get("tokenizer.ggml.model") == "llama"
+    )
+
+    def added(token: str, *, special: bool) -> AddedToken:
+        rstrip = drops and token not in _PHI3_KEEPS_SPACE
+        return AddedToken(token, normalized=False, special=special, rstrip=rstrip)
+
     pairs = list(zip(tokens, kinds, strict=False))
     special = [t for t, kind in pairs if kind in (_CONTROL, _UNKNOWN)]
-    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    backend.add_special_tokens([added(t, special=True) for t in special])
     whole = [t for t, kind in pairs if kind == _USER_DEFINED]
-    backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in whole])
+    backend.add_tokens([added(t, special=False) for t in whole])
 
 
 def _post_process(file: GGUFFile, backend: Tokenizer, tokens: list[str], *, adds_bos: bool) -> None:

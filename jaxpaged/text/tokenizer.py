@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -218,6 +219,13 @@ def _from_folder(folder: Path, templates: dict[str, str]) -> Tokenizer:
         raise ModelLoadError(
             f"{folder} has no tokenizer: looked for {', '.join(_TOKENIZER_FILES)}. Give another "
             "folder with tokenizer=..., or set skip_tokenizer_init to work on token ids only."
+        )
+    only_model = not any((folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
+    if only_model and importlib.util.find_spec("sentencepiece") is None:
+        # transformers would try others of its converters, and blame a package that cannot help.
+        raise ModelLoadError(
+            f"{folder} has a tokenizer.model but no tokenizer.json; reading it needs the package "
+            "sentencepiece: `pip install sentencepiece`, or add the model's tokenizer.json."
         )
     # Without torch transformers warns that models are unavailable; none of ours come from there.
     logging.getLogger("transformers").addFilter(_is_not_torch_advice)

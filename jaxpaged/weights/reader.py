@@ -51,6 +51,11 @@ def open_reader(source: ModelSource) -> TensorReader:
         from jaxpaged.weights.safetensors_reader import SafetensorsReader
 
         return SafetensorsReader(source.path)
+    if source.kind == "orbax":
+        from jaxpaged.weights.orbax_reader import OrbaxReader
+
+        assert source.checkpoint is not None
+        return OrbaxReader(source.checkpoint)
     raise ModelLoadError(
         f"{source.name!r} was opened with dummy weights; it has no tensors to read."
     )

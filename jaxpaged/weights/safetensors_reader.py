@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpaged.errors import ModelLoadError
-from jaxpaged.weights.source import read_json
+from jaxpaged.weights.source import check_inside, read_json
 
 Array = npt.NDArray[np.generic]
 logger = logging.getLogger(__name__)
@@ -143,7 +143,8 @@ def _unindexed(folder: Path) -> dict[str, _Entry]:
         )
         hint = f" {other[0]} is a pickle: convert it to safetensors first." if other else ""
         raise ModelLoadError(
-            f"{folder} has no weights: looked for {INDEX_NAME} and *.safetensors.{hint}"
+            f"{folder} has no weights: looked for {INDEX_NAME}, *.safetensors and an Orbax "
+            f"checkpoint.{hint}"
         )
     return _merge(folder, files)
 
@@ -151,7 +152,7 @@ def _unindexed(folder: Path) -> dict[str, _Entry]:
 def _merge(folder: Path, files: Iterable[Path]) -> dict[str, _Entry]:
     entries: dict[str, _Entry] = {}
     for path in files:
-        _check_inside(folder, path)
+        check_inside(folder, path)
         for name, entry in _read_header(path).items():
             if name in entries:
                 raise ModelLoadError(
@@ -160,17 +161,6 @@ def _merge(folder: Path, files: Iterable[Path]) -> dict[str, _Entry]:
                 )
             entries[name] = entry
     return entries
-
-
-def _check_inside(folder: Path, path: Path) -> None:
-    """Refuse links that lead out, except within the hub cache, whose snapshots link to blobs."""
-    root = folder.resolve()
-    if root.parent.name == "snapshots":
-        root = root.parent.parent
-    if not path.resolve().is_relative_to(root):
-        raise ModelLoadError(
-            f"{path} is a link to {path.resolve()}, outside {root}; put the file itself there."
-        )
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:

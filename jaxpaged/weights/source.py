@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,14 +11,17 @@ from typing import Any
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ModelLoadError, UnsupportedModelError
-from jaxpaged.weights import embedded
+from jaxpaged.weights import embedded, hub
 from jaxpaged.weights.gguf_config import generation_config_of, hf_config_of
 from jaxpaged.weights.gguf_file import GGUFFile
 
+logger = logging.getLogger(__name__)
+
 _DTYPES = ("float32", "float16", "bfloat16")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_CONFIG_PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
-_HUB_IGNORED = ["original/*", "consolidated*", "*.index.fp16.json", "onnx/*"]
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+"""Of config.json; the first that is set counts."""
+_ORBAX_MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,7 @@ class ModelSource:
     name: str
     """What the user wrote."""
     kind: str
-    """hf (a folder with safetensors), gguf (a file), or dummy (only a config is read)."""
+    """hf (a folder with safetensors), orbax, gguf (a file), or dummy (only a config is read)."""
     path: Path
     hf_config: dict[str, Any] = field(repr=False)
     generation_config: dict[str, Any] = field(repr=False)
@@ -36,6 +39,8 @@ class ModelSource:
     quantized: bool = False
     gguf: GGUFFile | None = field(default=None, repr=False)
     """The parsed header when `path` is a .gguf file, with any kind."""
+    checkpoint: Path | None = None
+    """Folder of the Orbax checkpoint with kind orbax: in `path`, or `path` itself."""
 
     @property
     def dtype_name(self) -> str | None:
@@ -43,7 +48,7 @@ class ModelSource:
 
         Raises `ModelLoadError` for types no weights are stored in.
         """
-        for key in ("dtype", "torch_dtype"):
+        for key in _DTYPE_KEYS:
             value = self.hf_config.get(key)
             if value in (None, "auto"):
                 continue
@@ -80,45 +85,14 @@ def resolve_source(
     return source
 
 
-def download(repo: str, *, revision: str | None, patterns: list[str]) -> Path:
-    """A hub snapshot's folder. Honours HF_HUB_OFFLINE; raises `ModelLoadError` with the reason."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        folder = snapshot_download(
-            repo, revision=revision, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED
-        )
-    except GatedRepoError as error:
-        why = "access to it is restricted; accept its terms and log in with `hf auth login`"
-        raise ModelLoadError(f"Cannot download {repo!r}: {why}.") from error
-    except RepositoryNotFoundError as error:
-        why = "there is no such folder here, and no such repository on the hub (or it is private)"
-        raise ModelLoadError(f"Cannot find {repo!r}: {why}.") from error
-    except RevisionNotFoundError as error:
-        raise ModelLoadError(f"{repo!r} has no revision {revision!r}.") from error
-    except LocalEntryNotFoundError as error:
-        why = "it is neither a local path nor in the hub cache, and the hub cannot be reached"
-        hint = "Give a local folder, or go online (HF_HUB_OFFLINE=1 forbids that)."
-        raise ModelLoadError(f"Cannot find {repo!r}: {why}. {hint}") from error
-    except Exception as error:  # every network library below raises its own kinds
-        raise ModelLoadError(f"Downloading {repo!r} failed: {error}") from error
-    return Path(folder)
-
-
 def locate(name: str, *, revision: str | None, patterns: list[str], setting: str) -> Path:
     """An existing path as it is, else a downloaded hub id; `setting` names the option in errors."""
     path = Path(name).expanduser()
     if path.exists():
         return path
-    if not _HUB_ID.fullmatch(name) or name.endswith((".gguf", ".safetensors")):
+    if not hub.HUB_ID.fullmatch(name) or name.endswith((".gguf", ".safetensors")):
         raise ModelLoadError(f"{setting}={name!r} is neither an existing path nor a hub id.")
-    return download(name, revision=revision, patterns=patterns)
+    return hub.download(name, revision=revision, patterns=patterns)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -134,20 +108,37 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def check_inside(folder: Path, path: Path) -> None:
+    """Refuse links that lead out, except within the hub cache, whose snapshots link to blobs."""
+    root = folder.resolve()
+    for parent in (root, *root.parents):
+        repository = parent.parent.parent
+        if parent.parent.name == "snapshots" and repository.name.startswith("models--"):
+            root = repository
+            break
+    if not path.resolve().is_relative_to(root):
+        raise ModelLoadError(
+            f"{path} is a link to {path.resolve()}, outside {root}; put the file itself there."
+        )
+
+
 def _locate(config: EngineConfig) -> Path:
-    if config.model == embedded.ALIAS:
+    name, revision = config.model, config.revision
+    if name == embedded.ALIAS:
         return embedded.find_file()
-    patterns = list(_CONFIG_PATTERNS)
-    if config.load_format == "gguf":
-        patterns.append("*.gguf")
-    elif config.load_format != "dummy":
-        patterns.append("*.safetensors")
-    return locate(config.model, revision=config.revision, patterns=patterns, setting="model")
+    if not Path(name).expanduser().exists():
+        file = hub.HUB_FILE.fullmatch(name)
+        if file is not None and ".." not in Path(file[2]).parts:
+            return hub.download_gguf(file[1], file[2], revision=revision)
+        if config.load_format == "gguf" and hub.HUB_ID.fullmatch(name):
+            hub.refuse_several_gguf(name, revision=revision)
+    patterns = hub.patterns_for(config.load_format)
+    return locate(name, revision=revision, patterns=patterns, setting="model")
 
 
 def _gguf_in(folder: Path, config: EngineConfig) -> Path | None:
     """The one .gguf file of a folder that has no config.json, or where GGUF was asked for."""
-    if config.load_format == "safetensors":
+    if config.load_format in ("safetensors", "orbax"):
         return None
     if config.load_format != "gguf" and (folder / "config.json").exists():
         return None
@@ -161,8 +152,10 @@ def _gguf_in(folder: Path, config: EngineConfig) -> Path | None:
 
 
 def _gguf_source(path: Path, config: EngineConfig) -> ModelSource:
-    if config.load_format == "safetensors":
-        raise ModelLoadError(f"load_format='safetensors', but model={config.model!r} is GGUF.")
+    if config.load_format in ("safetensors", "orbax"):
+        raise ModelLoadError(
+            f"load_format={config.load_format!r}, but model={config.model!r} is GGUF."
+        )
     file = GGUFFile.open(path)
     return ModelSource(
         name=config.model,
@@ -176,24 +169,96 @@ def _gguf_source(path: Path, config: EngineConfig) -> ModelSource:
 
 
 def _folder_source(folder: Path, config: EngineConfig) -> ModelSource:
+    given = folder
+    if not (folder / "config.json").exists() and _is_orbax(folder):
+        folder = folder.absolute().parent  # the checkpoint was given; its config is beside it
     if not (folder / "config.json").exists():
-        raise ModelLoadError(f"{folder} has no config.json (and no .gguf file).")
-    hf_config = read_json(folder / "config.json")
+        raise ModelLoadError(_no_config(given))
+    hf_config = _json_inside(folder, "config.json")
     if hf_config.get("quantization_config"):
         quant = hf_config["quantization_config"]
         method = quant.get("quant_method") if isinstance(quant, dict) else quant
         raise UnsupportedModelError(
             f"{folder}: weights quantised with {method!r} are not supported; load the original "
-            "weights, or a GGUF file of type Q8_0, Q4_0 or Q4_1."
+            "weights, or a GGUF file."
         )
-    generation = folder / "generation_config.json"
+    types = {key: str(hf_config[key]) for key in _DTYPE_KEYS if hf_config.get(key) is not None}
+    if len({name.removeprefix("torch.") for name in types.values()}) > 1:
+        logger.warning("%s: config.json contradicts itself: %s; dtype counts.", folder, types)
+    checkpoint = None
+    if config.load_format in ("auto", "orbax"):
+        checkpoint = _orbax_in(given, folder, config)
+    kind = "dummy" if config.load_format == "dummy" else "hf" if checkpoint is None else "orbax"
+    has_generation = (folder / "generation_config.json").exists()
     return ModelSource(
         name=config.model,
-        kind="dummy" if config.load_format == "dummy" else "hf",
+        kind=kind,
         path=folder,
         hf_config=hf_config,
-        generation_config=read_json(generation) if generation.exists() else {},
+        generation_config=_json_inside(folder, "generation_config.json") if has_generation else {},
+        checkpoint=checkpoint,
     )
+
+
+def _json_inside(folder: Path, name: str) -> dict[str, Any]:
+    check_inside(folder, folder / name)
+    return read_json(folder / name)
+
+
+def _no_config(folder: Path) -> str:
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        base = read_json(adapter).get("base_model_name_or_path")
+        return (
+            f"{folder} is an adapter (LoRA) without a model: it has adapter_config.json but no "
+            f"config.json. Load its base model, {base!r}."
+        )
+    if any(folder.glob(f"*{_UNFINISHED}*")):
+        return f"{folder} has no config.json, only an Orbax checkpoint that was not finished."
+    return (
+        f"{folder} has no config.json: looked for config.json with *.safetensors or an Orbax "
+        "checkpoint, and for a single .gguf file. Of a hub repository only these are fetched; for "
+        "one of GGUF files give owner/name/FILE.gguf."
+    )
+
+
+def _is_orbax(folder: Path) -> bool:
+    return any((folder / mark).exists() for mark in _ORBAX_MARKS)
+
+
+def _orbax_in(given: Path, folder: Path, config: EngineConfig) -> Path | None:
+    """The one Orbax checkpoint of a model's folder, at most two levels down; safetensors win
+    unless load_format says otherwise.
+
+    Savers that put several items together make a level of their own: step/default, name/params.
+    """
+    wanted = config.load_format == "orbax"
+    if not wanted and any(folder.glob("*.safetensors*")):
+        return None
+    if _is_orbax(given):
+        found = [given]
+    else:
+        found = [p for p in sorted(given.glob("*")) if p.is_dir() and _is_orbax(p)]
+    # A folder with marks but without a tree holds items, each a checkpoint of its own.
+    found = [item for one in found for item in _items(one) or [one]]
+    finished = [p for p in found if _UNFINISHED not in f"{p.parent.name}/{p.name}"]
+    if found and not finished:
+        raise ModelLoadError(f"{found[0]} is an Orbax checkpoint that was not finished.")
+    found = finished
+    if len(found) > 1:
+        names = ", ".join(str(p.relative_to(given)) for p in found)
+        raise ModelLoadError(
+            f"{given} holds several Orbax checkpoints ({names}); give the path of one."
+        )
+    if wanted and not found:
+        raise ModelLoadError(f"load_format='orbax', but {given} holds no Orbax checkpoint.")
+    return found[0] if found else None
+
+
+def _items(folder: Path) -> list[Path]:
+    if (folder / "_METADATA").exists():
+        return []
+    return [p for p in sorted(folder.glob("*")) if p.is_dir() and (p / "_METADATA").exists()]
 
 
 def _check_architecture(source: ModelSource, supported: Collection[str] | None) -> None:

@@ -1,17 +1,25 @@
 """A device without a device: a KV store of ints behind the scheduler, and what it must produce.
 
-The value stored at a position folds in the value before it, *as read through the block table*, and
-the token. So a block that is stale, misplaced or not written yet changes every later token, and a
-request that read anything wrong cannot give the expected output.
+The value stored at a position folds in the value before it, *as read through a block table*, and
+the token; the first one starts from the regime of the rotary frequencies. So a block that is stale,
+misplaced, of another group of layers or regime, or not written yet changes every later token, and a
+request that read anything wrong cannot give the expected output. Besides, every position that a row
+sees in any group is checked.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxpaged.core.request import Request
-from jaxpaged.core.scheduler import ScheduledStep, Scheduler, SchedulerConfig, TokenResult
+from jaxpaged.core.scheduler import (
+    ScheduledRow,
+    ScheduledStep,
+    Scheduler,
+    SchedulerConfig,
+    TokenResult,
+)
 
 VOCAB = 50
 _MASK = 2**64 - 1
@@ -43,18 +51,32 @@ def draw(value: int) -> int:
     return (value >> 33) % VOCAB
 
 
-def expected_output(request: Request, max_model_len: int) -> tuple[list[int], str]:
+def rope_seed(config: SchedulerConfig, length: int) -> int:
+    """What the values of a sequence start from, by the length that its frequencies follow."""
+    if config.rope_rule == "fixed" or length <= config.rope_threshold:
+        return 0
+    return 7 if config.rope_rule == "longrope" else length
+
+
+def value_of(tokens: Sequence[int], seed: int) -> int:
+    """The value at the last of these positions."""
+    for token in tokens:
+        seed = fold(seed, token)
+    return seed
+
+
+def expected_output(request: Request, config: SchedulerConfig) -> tuple[list[int], str]:
     """Output and finish reason of an undisturbed run, by a plain loop."""
     tokens = list(request.prompt_token_ids)
-    value = 0
-    for token in tokens:
-        value = fold(value, token)
+    value = value_of(tokens, rope_seed(config, len(tokens)))
     outputs: list[int] = []
-    while len(outputs) < request.max_tokens and len(tokens) < max_model_len:
+    while len(outputs) < request.max_tokens and len(tokens) < config.max_model_len:
         token = draw(value)
         outputs.append(token)
         tokens.append(token)
         value = fold(value, token)
+        if config.rope_rule == "longrope" and len(tokens) == config.rope_threshold + 1:
+            value = value_of(tokens, rope_seed(config, len(tokens)))
         if len(outputs) >= request.min_tokens and (
             token in request.eos_token_ids or token in request.stop_token_ids
         ):
@@ -69,7 +91,10 @@ class Sim:
         self.scheduler = Scheduler(config)
         self.depth = depth
         self.check = check
-        self.store: dict[tuple[int, int], int] = {}
+        self.store: dict[int, list[int]] = {}
+        """Block -> for each of its slots the value plus the group of layers that wrote it."""
+        self.values: dict[tuple[Request, int], list[int]] = {}
+        """(Request, what its values start from) -> the value at each position."""
         self.last_by_slot: dict[int, int] = {}
         self.queue: deque[tuple[ScheduledStep, list[int]]] = deque()
         self.requests: list[Request] = []
@@ -95,6 +120,8 @@ class Sim:
         if step is not None:
             self._check_step(step)
             self.queue.append((step, [self._run_row(row) for row in step.rows]))
+            for row in step.rows:  # a step writes all KV of a layer before it reads any
+                self._check_all_that_it_sees(row)
             self.steps.append(step)
         if self.check:
             self.scheduler.check_integrity()
@@ -149,9 +176,8 @@ class Sim:
     def assert_outputs(self, *, allow_failed: bool = False) -> None:
         """Everything that ended by itself delivered exactly what an undisturbed run gives; all
         others a beginning of it. Nothing is left behind."""
-        length = self.scheduler.config.max_model_len
         for request in self.requests:
-            tokens, reason = expected_output(request, length)
+            tokens, reason = expected_output(request, self.scheduler.config)
             got = self.delivered[request]
             assert request.is_finished
             assert got == request.output_token_ids
@@ -169,7 +195,7 @@ class Sim:
         assert not scheduler.has_unfinished
         assert scheduler.num_running == scheduler.num_waiting == scheduler.num_in_flight == 0
         assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_usable
-        assert all(len(r.block_ids) == 0 and r.slot == -1 for r in self.requests)
+        assert not any(any(r.tables) or r.slot != -1 for r in self.requests)
 
     def _check_step(self, step: ScheduledStep) -> None:
         config = self.scheduler.config
@@ -197,31 +223,53 @@ class Sim:
                 if has_work and not request.end_is_in_flight(config.max_model_len):
                     assert request in served, "it lost its turn to one that waited"
 
-    def _run_row(self, row: object) -> int:
-        request, start = row.request, row.start  # type: ignore[attr-defined]
-        size, table = self.scheduler.config.block_size, request.block_ids
-        end = start + row.num_tokens  # type: ignore[attr-defined]
-        value = 0
+    def _run_row(self, row: ScheduledRow) -> int:
+        request, start, end = row.request, row.start, row.start + row.num_tokens
+        config = self.scheduler.config
+        size, value = config.block_size, rope_seed(config, request.rope_length)
         if start:
-            value = self.store[table[(start - 1) // size], (start - 1) % size]
+            value = self._read_before(request, start)
         for position in range(start, end):
             if position < request.num_tokens:
                 token = request.token_ids[position]
             else:  # still in flight: the device takes it from the slot
                 token = self.last_by_slot[request.slot]
             value = fold(value, token)
-            self.store[table[position // size], position % size] = value
-        assert 0 not in table
-        self._check_whole_prefix(request, end)
-        if row.samples:  # type: ignore[attr-defined]
+            for group, table in enumerate(request.tables):
+                assert table[position // size] != 0
+                slots = self.store.setdefault(table[position // size], [-1] * size)
+                slots[position % size] = value + group
+        if row.samples:
             self.last_by_slot[request.slot] = draw(value)
             return draw(value)
         return -1
 
-    def _check_whole_prefix(self, request: Request, end: int) -> None:
-        """Attention reads all positions, not only the last one."""
-        size, value = self.scheduler.config.block_size, 0
-        for position in range(min(end, request.num_tokens)):
-            value = fold(value, request.token_ids[position])
-            block = request.block_ids[position // size]
-            assert self.store[block, position % size] == value, f"{request!r} at {position}"
+    def _read_before(self, request: Request, start: int) -> int:
+        size = self.scheduler.config.block_size
+        for group, window in enumerate(self.scheduler.config.windows):
+            if window != 1:  # with a window of 1 a token sees only itself
+                block = request.tables[group][(start - 1) // size]
+                return self.store[block][(start - 1) % size] - group
+        raise AssertionError("give one group a window of more than one token")
+
+    def _check_all_that_it_sees(self, row: ScheduledRow) -> None:
+        """Attention reads all positions in its window, not only the last one."""
+        request, config = row.request, self.scheduler.config
+        values, size = self._expected_values(request), config.block_size
+        known = min(row.start + row.num_tokens, len(values))
+        for group, window in enumerate(config.windows):
+            first = 0 if window is None else max(0, row.start - window + 1)
+            for index in range(first // size, -(-known // size)):
+                low = max(first, index * size)
+                high = max(low, min(known, (index + 1) * size))
+                stored = self.store[request.tables[group][index]][low % size :][: high - low]
+                expected = [value + group for value in values[low:high]]
+                assert stored == expected, f"{request!r}: group {group}, positions {low}..{high}"
+
+    def _expected_values(self, request: Request) -> list[int]:
+        """The value at each position whose token is known."""
+        seed = rope_seed(self.scheduler.config, request.rope_length)
+        values = self.values.setdefault((request, seed), [])
+        for token in request.token_ids[len(values) :]:
+            values.append(fold(values[-1] if values else seed, token))
+        return values

@@ -28,7 +28,7 @@ def admit(kv: KVManager, name: str, tokens: list[int], **more: object) -> Reques
     kv.extend_hashes(request)
     hits, num_hit = kv.get_computed_blocks(request)
     count = request.num_tokens - num_hit
-    assert kv.allocate_slots(request, count, hit_block_ids=hits, reserve_full=True)
+    assert kv.allocate_slots(request, count, hit_tables=hits, reserve_full=True)
     request.num_computed_tokens = request.num_tokens
     request.num_cached_tokens = num_hit
     kv.register(request)
@@ -71,7 +71,7 @@ def test_the_life_of_shared_blocks() -> None:
     assert list(d.block_ids) == [3, 5, 6, 7, 8, 2]
     again = make_request("again", list(range(10)))
     kv.extend_hashes(again)
-    assert kv.get_computed_blocks(again) == ([1, 4], 8)
+    assert kv.get_computed_blocks(again) == ([[1, 4]], 8)
     check(kv, d)
 
 
@@ -136,13 +136,13 @@ def test_free_hits_count_against_the_free_blocks_and_a_refusal_changes_nothing()
     request = make_request("new", [*range(12), *range(30, 42), *range(60, 72)])
     kv.extend_hashes(request)
     hits, num_hit = kv.get_computed_blocks(request)
-    assert (len(hits), num_hit) == (6, 24)
+    assert (len(hits[0]), num_hit) == (6, 24)
     before = state(kv)
-    assert not kv.allocate_slots(request, 12, hit_block_ids=hits)
+    assert not kv.allocate_slots(request, 12, hit_tables=hits)
     assert state(kv) == before
     assert (len(request.block_ids), request.num_registered_blocks) == (0, 0)
     # 3 free hits and 2 new blocks are just the 5 that are free.
-    assert kv.allocate_slots(request, 8, hit_block_ids=hits)
+    assert kv.allocate_slots(request, 8, hit_tables=hits)
     assert kv.pool.num_free == 0
     check(kv, held, other, request)
 
@@ -186,8 +186,8 @@ def test_at_least_the_last_token_is_computed(length: int) -> None:
     kv.extend_hashes(again)
     hits, num_hit = kv.get_computed_blocks(again)
     assert num_hit == (length - 1) // 4 * 4
-    assert hits == list(first.block_ids[: num_hit // 4])
-    assert all(kv.pool.ref_count(b) == 1 for b in hits)  # looked up, not held
+    assert hits == [list(first.block_ids[: num_hit // 4])]
+    assert all(kv.pool.ref_count(b) == 1 for b in hits[0])  # looked up, not held
 
 
 def test_salts_keep_tenants_apart() -> None:
@@ -249,7 +249,7 @@ def test_evicted_prefixes_are_forgotten() -> None:
         kv.free(admit(kv, "x", tokens))
     again = make_request("again", first)
     kv.extend_hashes(again)
-    assert kv.get_computed_blocks(again) == ([], 0)
+    assert kv.get_computed_blocks(again) == ([[]], 0)
     kept = make_request("kept", third)
     kv.extend_hashes(kept)
     assert kv.get_computed_blocks(kept)[1] == 8
@@ -287,10 +287,10 @@ def test_what_is_predicted_is_what_is_taken(seed: int) -> None:
             )
             kv.extend_hashes(request)
             hits, num_hit = kv.get_computed_blocks(request)
-            asleep = sum(kv.pool.ref_count(b) == 0 for b in hits)
-            need = -(-request.num_tokens // 4) - len(hits) + asleep
+            asleep = sum(kv.pool.ref_count(b) == 0 for b in hits[0])
+            need = -(-request.num_tokens // 4) - len(hits[0]) + asleep
             before, free = state(kv), kv.pool.num_free
-            taken = kv.allocate_slots(request, request.num_tokens - num_hit, hit_block_ids=hits)
+            taken = kv.allocate_slots(request, request.num_tokens - num_hit, hit_tables=hits)
             assert taken == (need <= free)
             if not taken:
                 assert state(kv) == before

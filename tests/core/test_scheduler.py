@@ -155,7 +155,7 @@ def test_an_end_that_nobody_could_know_costs_one_token() -> None:
     found = 0
     for start in range(40):
         request = make_request("r", prompt(5, start), 20, eos_token_ids=range(10))
-        tokens, reason = expected_output(request, 256)
+        tokens, reason = expected_output(request, make_config())
         if reason == "stop" and len(tokens) < 20:
             found += 1
             sim = Sim(make_config())
@@ -303,7 +303,7 @@ def test_a_slot_used_again_gets_nothing_from_its_former_owner() -> None:
     assert sim.read()[0].request is new
     sim.run()
     assert old.stop_reason == "a text"
-    assert sim.delivered[new] == expected_output(new, 256)[0]
+    assert sim.delivered[new] == expected_output(new, sim.scheduler.config)[0]
     sim.assert_drained()
 
 
@@ -356,6 +356,11 @@ def test_requests_that_can_never_run_are_refused_with_numbers() -> None:
             },
             "threshold=9",
         ),
+        ({"windows": ()}, "windows"),
+        ({"windows": (None, 0)}, "windows must be .* got 0"),
+        ({"rope_rule": "yarn"}, "fixed, longrope, dynamic"),
+        ({"rope_rule": "longrope"}, "rope_threshold"),
+        ({"rope_rule": "dynamic", "rope_threshold": -1}, "rope_threshold .* got -1"),
     ],
 )
 def test_contradictory_settings_are_refused(changes: dict[str, object], words: str) -> None:
@@ -429,6 +434,12 @@ def test_kv_waste_counts_empty_slots_of_held_blocks_once() -> None:
     # 6 shared full blocks and two last blocks with 4 of 16 slots used.
     assert sim.scheduler.stats.kv_waste == pytest.approx(24 / (8 * 16))
     assert sim.scheduler.kv_usage == pytest.approx(8 / 1999)
+    # Three groups of layers hold three times that, in three times the blocks.
+    sim = Sim(big(windows=(None, 8, 64)), depth=1)
+    sim.add(make_request("a", prompt(100), 1))
+    sim.launch()
+    assert sim.scheduler.stats.kv_waste == pytest.approx(3 * 12 / (3 * 7 * 16))
+    assert sim.scheduler.stats.peak_blocks_used == 21
 
 
 # ---------------------------------------------------------------- size

@@ -15,6 +15,8 @@ from tests.core.harness import Sim, make_config, make_request
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 """Two token values only, so that prefixes are shared often."""
+WINDOWS = [(None,), (None,), (8,), (None, 8), (None, 4, 4), (3, 9), (1, None)]
+ROPES = [("fixed", 0), ("fixed", 0), ("longrope", 12), ("longrope", 25), ("dynamic", 10)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -31,6 +33,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
         caching=st.sampled_from([True, True, False]),
         threshold=st.sampled_from([0, 0, 4]),
+        windows=st.sampled_from(WINDOWS),
+        rope=st.sampled_from(ROPES),
     )
     def start(
         self,
@@ -41,6 +45,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         watermark: float,
         threshold: int,
+        windows: Any,
+        rope: tuple[str, int],
         *,
         caching: bool,
     ) -> None:
@@ -54,6 +60,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             watermark=watermark,
             enable_prefix_caching=caching,
             long_prefill_token_threshold=threshold,
+            windows=windows,
+            rope_rule=rope[0],
+            rope_threshold=rope[1],
         )
         self.sim = Sim(config)
 
@@ -82,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         skip: bool,
     ) -> None:
         config = self.sim.scheduler.config
-        if -(-len(prompt) // config.block_size) > config.num_blocks - 1:
+        if config.blocks_for_sequence(len(prompt)) > config.num_blocks - 1:
             prompt = prompt[:1]
         number = len(self.sim.requests)
         request = make_request(
@@ -144,32 +153,84 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize(
-    ("profile", "num_blocks"), [("roomy", 400), ("many preemptions", 40)], ids=["roomy", "tight"]
-)
+ROOMY, TIGHT = 400, 40
+"""KV blocks: no preemptions, and very many."""
+
+
+@pytest.mark.parametrize("num_blocks", [ROOMY, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_twenty_thousand_random_steps(profile: str, num_blocks: int, policy: str) -> None:
+def test_twenty_thousand_random_steps(num_blocks: int, policy: str) -> None:
     """Two policies and two profiles; together 80,000 steps."""
-    rng = random.Random(f"{profile} {policy}")
-    config = make_config(
-        num_blocks=num_blocks,
-        max_num_seqs=12,
-        max_num_batched_tokens=48,
-        max_model_len=120,
-        policy=policy,
-        watermark=0.01,
+    sim = random_run(20_000, num_blocks=num_blocks, policy=policy)
+    stats = sim.scheduler.stats
+    assert stats.prefix_hit_tokens > 1000
+    if num_blocks == ROOMY:
+        assert stats.preemptions == 0
+        assert stats.peak_running == 12
+    else:
+        assert stats.preemptions > 1000
+    first_admissions = list(dict.fromkeys(sim.admitted))
+    if policy == "fcfs":
+        gone = [r for r in sim.requests if r not in set(first_admissions)]
+        assert all(r.finish_reason == "abort" for r in gone)
+        assert first_admissions == [r for r in sim.requests if r not in set(gone)]
+
+
+@pytest.mark.parametrize(
+    ("windows", "tight"), [((None, 8), 50), ((8,), 18), ((None, 4, 4), 70)], ids=str
+)
+@pytest.mark.parametrize("rope", [("fixed", 0), ("longrope", 40), ("dynamic", 30)], ids=str)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_random_steps_with_windows(
+    windows: Any, tight: int, rope: tuple[str, int], depth: int
+) -> None:
+    sim = random_run(
+        400,
+        depth=depth,
+        check_every=1,
+        shared=0.3,
+        num_blocks=tight if depth == 3 else ROOMY,
+        windows=windows,
+        rope_rule=rope[0],
+        rope_threshold=rope[1],
     )
-    sim = Sim(config, check=False)
-    number = 0
+    stats = sim.scheduler.stats
+    if None in windows:
+        assert (stats.preemptions > 0) == (depth == 3)
+    assert depth == 3 or stats.prefix_hit_tokens > 300
+    assert (stats.rope_restarts > 10) == (rope[0] == "longrope")
+
+
+def random_run(
+    num_steps: int,
+    *,
+    depth: int = 2,
+    check_every: int = 100,
+    shared: float = 0.0,
+    **changes: object,
+) -> Sim:
+    """Random requests and aborts, every step proven by `Sim`, then run dry."""
+    settings = {
+        "max_num_seqs": 12,
+        "max_num_batched_tokens": 48,
+        "max_model_len": 120,
+        "watermark": 0.01,
+        **changes,
+    }
+    rng = random.Random(str(settings))
+    sim = Sim(make_config(**settings), depth=depth, check=False)
     alive: list[Request] = []
-    while len(sim.steps) < 20_000:
+    while len(sim.steps) < num_steps:
         if sim.scheduler.num_waiting < 20 and rng.random() < 0.6:
+            number = len(sim.requests)
             tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 40))]
+            if rng.random() < shared:
+                tokens[:20] = [number % 2] * 20
             request = make_request(
                 str(number),
                 tokens,
@@ -181,11 +242,10 @@ def test_twenty_thousand_random_steps(profile: str, num_blocks: int, policy: str
                 skip_prefix_cache=rng.random() < 0.05,
             )
             alive.append(sim.add(request))
-            number += 1
         sim.turn()
         if rng.random() < 0.01 and alive:
             sim.scheduler.finish(rng.choice(alive), "abort")
-        if len(sim.steps) % 100 == 0:
+        if len(sim.steps) % check_every == 0:
             sim.scheduler.check_integrity()
             alive = [r for r in alive if not r.is_finished]
     sim.run()
@@ -194,15 +254,5 @@ def test_twenty_thousand_random_steps(profile: str, num_blocks: int, policy: str
     assert stats.scheduled_tokens == sum(sim.computed.values())
     assert stats.generation_tokens == sum(map(len, sim.delivered.values()))
     assert stats.peak_running <= 12
-    assert stats.prefix_hit_tokens > 1000
-    assert sum(stats.requests_finished.values()) == number
-    if profile == "roomy":
-        assert stats.preemptions == 0
-        assert stats.peak_running == 12
-    else:
-        assert stats.preemptions > 1000
-    first_admissions = list(dict.fromkeys(sim.admitted))
-    if policy == "fcfs":
-        gone = [r for r in sim.requests if r not in set(first_admissions)]
-        assert all(r.finish_reason == "abort" for r in gone)
-        assert first_admissions == [r for r in sim.requests if r not in set(gone)]
+    assert sum(stats.requests_finished.values()) == len(sim.requests)
+    return sim

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxpaged.models.config import ModelConfig, RopeConfig
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.rope import RopeConfig
 
 LLAMA_3_8B = ModelConfig(
     architecture="LlamaForCausalLM",

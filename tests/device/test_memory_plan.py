@@ -45,9 +45,15 @@ GPU = MemoryInputs(
     slot_bytes=GIB,
     device_bytes=80 * GIB,
     host_bytes=500 * GIB,
+    max_tokens_in_step=8192,
 )
 CPU = MemoryInputs(
-    weight_bytes=GIB, step_bytes=never, slot_bytes=MIB, device_bytes=None, host_bytes=8 * GIB
+    weight_bytes=GIB,
+    step_bytes=never,
+    slot_bytes=MIB,
+    device_bytes=None,
+    host_bytes=8 * GIB,
+    max_tokens_in_step=1024,
 )
 
 
@@ -282,7 +288,7 @@ def test_start_up_plans_with_the_length_that_was_asked_for(
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(startup, "step_temporaries", lambda *args: seen.append(args[4:]) or 0)
     parts = parts_of(wide_folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=100)
-    lines = startup._plan(parts.config, parts.loaded, parts.buckets, parts.settings, 8, 0.92).lines
+    lines = startup._plan(parts.config, parts.loaded, parts.buckets, parts.settings, 8, 64, 0.92).lines
     assert seen == [(8, 100)]
     state = startup.slot_state_bytes(8, 100)
     assert any("sampling state" in line and f"{state / MIB:.1f} MiB" in line for line in lines)

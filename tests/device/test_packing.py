@@ -139,7 +139,7 @@ def run_of_tokens(packed: PackedStep) -> dict[str, Any]:
     tokens: dict[tuple[int, int], dict[str, Any]] = {}
 
     def add(place: int, position: int, token: int, index: int, target: int) -> None:
-        block = int(f["block_tables"][place, position // BLOCK_SIZE])
+        block = int(f["block_tables"][0, place, position // BLOCK_SIZE])
         key = int(f["row_slot"][place]), position
         assert key not in tokens, "a token twice"
         tokens[key] = {

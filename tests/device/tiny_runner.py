@@ -13,6 +13,7 @@ from jaxpaged.core.plan import ScheduledRow
 from jaxpaged.core.request import Request
 from jaxpaged.device.attention import choose_backend
 from jaxpaged.device.buckets import Buckets, choose_buckets
+from jaxpaged.device.kv_cache import KVLayout
 from jaxpaged.device.model_loader import LoadedModel, load_model
 from jaxpaged.device.packing import RowRequest
 from jaxpaged.device.runner import Runner, StepResult
@@ -60,7 +61,7 @@ def parts_of(folder: Path, **overrides: Any) -> Parts:
         config.prefill_buckets,
     )
     vocab = loaded.config.vocab_size
-    return Parts(config, loaded, buckets, StepSettings(config.block_size, 5, vocab))
+    return Parts(config, loaded, buckets, StepSettings(config.block_size, 5, vocab, KVLayout.of(loaded.config)))
 
 
 def runner_of(parts: Parts, *, num_blocks: int = NUM_BLOCKS) -> Runner:

@@ -1,4 +1,4 @@
-"""What transformers computes on PyTorch, in float32 with eager attention. Needs torch."""
+"""What transformers computes on PyTorch, with eager attention. Needs torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from jaxpaged.weights.source import resolve_source
 Floats = npt.NDArray[np.float32]
 
 
-def from_folder(folder: Path | str) -> Any:
+def from_folder(folder: Path | str, dtype: torch.dtype = torch.float32) -> Any:
     """The model of a Hugging Face folder, as transformers itself loads it."""
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        folder, dtype=dtype, attn_implementation="eager", local_files_only=True
     )
     return model.eval()
 
@@ -45,7 +45,7 @@ def logits(model: Any, token_ids: list[int]) -> Floats:
     """[T, V]: the prediction after each token, from one forward pass without a cache."""
     with torch.no_grad():
         out = model(torch.tensor([token_ids]), use_cache=False).logits[0]
-    return np.asarray(out.numpy(), np.float32)
+    return np.asarray(out.float().numpy(), np.float32)
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], Floats]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.models.config import RopeConfig
+from jaxpaged.models.rope import RopeConfig
 from jaxpaged.models.registry import find_model
 from jaxpaged.outputs import LogprobDict, RequestOutput
 from tests.e2e.support import LONG, Answer, small_llm
@@ -132,6 +132,19 @@ def check_against(model: Any, output: RequestOutput, tolerance: float = 1e-4) ->
     for entry, token, row in zip(entries, tokens, wanted, strict=True):
         assert entry is not None
         check_entry(entry, token, row, tolerance)
+
+
+def check_prompt(model: Any, output: RequestOutput, tolerance: float = 1e-4) -> None:
+    """Logprobs of the prompt alone, and the first token after it."""
+    prompt = output.prompt_token_ids
+    expected = oracle.logits(model, prompt)
+    wanted = oracle.log_softmax(expected)
+    assert output.prompt_logprobs is not None
+    entries = zip(output.prompt_logprobs[1:], prompt[1:], wanted[:-1], strict=True)
+    for entry, token, row in entries:
+        assert entry is not None
+        check_entry(entry, token, row, tolerance)
+    assert output.outputs[0].token_ids[0] == int(expected[-1].argmax())
 
 
 def check_entry(entry: LogprobDict, token: int, row: Any, tolerance: float) -> None:

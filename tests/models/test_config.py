@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from jaxpaged.errors import ModelLoadError, UnsupportedModelError
-from jaxpaged.models.config import ModelConfig, RopeConfig
-from jaxpaged.models.llama import LlamaForCausalLM
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.llama import LlamaConfig, LlamaForCausalLM
 from jaxpaged.models.registry import find_model, supported_architectures
+from jaxpaged.models.rope import RopeConfig
 from tests.tiny_models import tiny_config
 
 ABSENT = object()
@@ -21,7 +22,7 @@ def read(model_type: str = "llama", **changes: Any) -> ModelConfig:
 
 
 def test_a_plain_config() -> None:
-    assert read() == ModelConfig(
+    assert read() == LlamaConfig(
         architecture="LlamaForCausalLM",
         vocab_size=512,
         hidden_size=64,
@@ -34,7 +35,6 @@ def test_a_plain_config() -> None:
         rope=RopeConfig(10000.0),
         max_position=256,
         tie_embeddings=False,
-        sliding_window=None,
     )
 
 
@@ -126,8 +126,6 @@ def test_dimensions_that_do_not_go_together(changes: dict[str, Any], parts: list
     [
         ("hidden_act", "gelu"),
         ("hidden_act", None),
-        ("attention_bias", True),
-        ("mlp_bias", True),
         ("pretraining_tp", 2),
         ("partial_rotary_factor", 0.5),
     ],
@@ -168,10 +166,11 @@ def test_the_first_known_architecture_counts() -> None:
 @pytest.mark.parametrize(
     # Without the key, Mistral's own default holds.
     ("value", "expected"),
-    [(32, 32), (None, None), (ABSENT, 4096)],
+    [(32, (32, 32)), (None, ()), (ABSENT, (4096, 4096))],
 )
-def test_window_of_mistral(value: Any, expected: int | None) -> None:
-    assert read("mistral", sliding_window=value).sliding_window == expected
+def test_window_of_mistral(value: Any, expected: tuple[int, ...]) -> None:
+    for name in ("MistralForCausalLM", "MinistralForCausalLM"):
+        assert read("mistral", architectures=[name], sliding_window=value).windows == expected
 
 
 @pytest.mark.parametrize("value", [0, -1, "32", 1.5])
@@ -181,102 +180,10 @@ def test_impossible_windows(value: Any) -> None:
 
 
 def test_llama_has_no_window() -> None:
-    assert read(sliding_window=32).sliding_window is None
+    assert read(sliding_window=32).windows == ()
 
 
-# ---------------------------------------------------------------- rope
-
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"rope_theta": 5e5}, RopeConfig(5e5)),
-        ({"rope_theta": 500000}, RopeConfig(5e5)),
-        ({"rope_scaling": {"rope_type": "default"}}, RopeConfig(1e4)),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, RopeConfig(1e4, "linear", 2.0)),
-        (
-            {"rope_scaling": {"rope_type": "linear", "type": "x", "factor": 2.0}},
-            RopeConfig(1e4, "linear", 2.0),
-        ),
-        (
-            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
-            RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64),
-        ),
-        (
-            {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
-            RopeConfig(5e5),
-        ),
-        (
-            {"rope_theta": ABSENT, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
-            RopeConfig(1e4, "linear", 4.0),
-        ),
-        (
-            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
-            RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64),
-        ),
-        ({"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 1.0}}, RopeConfig(5e5)),
-    ],
-)
-def test_both_spellings_of_rope(fields: dict[str, Any], expected: RopeConfig) -> None:
-    assert read(**fields).rope == expected
-
-
-@pytest.mark.parametrize(
-    ("fields", "parts"),
-    [
-        ({"rope_scaling": {"rope_type": "foo"}}, ["rope_type", "'foo'", "llama3"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_type", "'yarn'"]),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["rope_type", "'dynamic'"]),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_type", "'longrope'"]),
-        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, ["partial_rotary_factor=0.25"]),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            ["per layer type", "full_attention"],
-        ),
-    ],
-)
-def test_rope_that_is_not_supported(fields: dict[str, Any], parts: list[str]) -> None:
-    with pytest.raises(UnsupportedModelError) as error:
-        read(**fields)
-    assert all(part in str(error.value) for part in parts), str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "parts"),
-    [
-        ({"rope_scaling": {"rope_type": "linear"}}, ["'factor'", "None"]),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["'factor'", "0"]),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, ["'factor'", "'2'"]),
-        (
-            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": None}},
-            ["'low_freq_factor'", "None"],
-        ),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            ["'low_freq_factor'", "None"],
-        ),
-        (
-            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
-            ["high_freq_factor=1.0", "low_freq_factor=1.0"],
-        ),
-        ({"rope_scaling": "linear"}, ["rope_scaling", "'linear'"]),
-        ({"rope_parameters": [1, 2]}, ["rope_parameters", "[1, 2]"]),
-        ({"rope_parameters": {"rope_theta": "big"}}, ["'rope_theta'", "'big'"]),
-        ({"rope_parameters": {"rope_theta": -1.0}}, ["'rope_theta'", "-1.0"]),
-        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": 3}}, ["rope_type", "3"]),
-    ],
-)
-def test_rope_settings_of_the_wrong_kind(fields: dict[str, Any], parts: list[str]) -> None:
-    with pytest.raises(ModelLoadError) as error:
-        read(**fields)
-    assert all(part in str(error.value) for part in parts), str(error.value)
+# ---------------------------------------------------------------- maths of others
 
 
 @pytest.mark.parametrize(
@@ -297,17 +204,109 @@ def test_maths_of_other_families_is_refused(key: str, value: Any) -> None:
     assert read(**{key: None}) == read()
 
 
-def test_layers_that_attend_differently_are_refused() -> None:
-    mixed = ["sliding_attention", "full_attention"]
-    for model_type in ("llama", "mistral"):
-        with pytest.raises(UnsupportedModelError, match="layer_types"):
-            read(model_type, layer_types=mixed)
+def test_layers_of_mistral_that_attend_differently() -> None:
+    for kinds, windows in (
+        (["sliding_attention", "full_attention"], (32, None)),
+        (["sliding_attention"] * 2, (32, 32)),
+        (["full_attention"] * 2, ()),
+    ):
+        config = read("mistral", layer_types=kinds)
+        assert (config.windows, config.layer_windows) == (windows, windows or (None, None))
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"layer_types": ["full_attention"]}, "each of the 2 layers"),
+        ({"layer_types": "full_attention"}, "each of the 2 layers"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
+        ({"layer_types": ["full_attention", None]}, "has None"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "no window"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 0}, "'sliding_window'"),
+    ],
+)
+def test_impossible_layer_types(changes: dict[str, Any], part: str) -> None:
+    with pytest.raises(ModelLoadError, match=part):
+        read("mistral", **changes)
+
+
+def test_llama_has_no_layers_with_a_window() -> None:
     assert read(layer_types=["full_attention"] * 2) == read()
-    assert read("mistral", layer_types=["sliding_attention"] * 2).sliding_window == 32
-    with pytest.raises(UnsupportedModelError, match="layer_types"):
-        read("mistral", layer_types=["full_attention"] * 2)
+    with pytest.raises(UnsupportedModelError, match="layer_types has 'sliding_attention'"):
+        read(layer_types=["full_attention", "sliding_attention"], sliding_window=32)
 
 
-def test_empty_rope_parameters_do_not_hide_rope_scaling() -> None:
-    old = {"rope_type": "linear", "factor": 4.0}
-    assert read(rope_parameters={}, rope_scaling=old).rope == RopeConfig(10000.0, "linear", 4.0)
+def test_biases_of_llama() -> None:
+    attention, mlp = read(attention_bias=True), read(mlp_bias=True)
+    assert isinstance(attention, LlamaConfig) and isinstance(mlp, LlamaConfig)
+    assert (attention.qkv_bias, attention.out_bias, attention.mlp_bias) == (True, True, False)
+    assert (mlp.qkv_bias, mlp.out_bias, mlp.mlp_bias) == (False, False, True)
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias"])
+def test_biases_that_mistral_has_not(key: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{key}=True"):
+        read("mistral", **{key: True})
+    with pytest.raises(ModelLoadError, match=f"{key!r} must be true or false, got 1"):
+        read(**{key: 1})
+
+
+def test_kv_heads_that_a_config_leaves_out() -> None:
+    heads = {"num_attention_heads": 16, "head_dim": 16, "num_key_value_heads": ABSENT}
+    assert read(**heads).num_kv_heads == 16
+    assert read("mistral", **heads).num_kv_heads == 8
+    assert read("mistral", **(heads | {"num_key_value_heads": None})).num_kv_heads == 16
+
+
+def test_deepseek_r1_distill_llama_8b() -> None:
+    """The fields that it was published with."""
+    llama3 = {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+    config = find_model(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "model_type": "llama",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": llama3,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.43.0.dev0",
+            "use_cache": True,
+            "vocab_size": 128256,
+        },
+        "x",
+    )[1]
+    assert config == LlamaConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        rope=RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192),
+        max_position=131072,
+        tie_embeddings=False,
+    )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,83 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpaged.models.config import RopeConfig
-from jaxpaged.models.layers import (
-    Attention,
-    GatedMLP,
-    RMSNorm,
-    apply_rope,
-    inverse_frequencies,
-    matmul,
-    mean_of_squares,
-    rope_table,
-)
+from jaxpaged.models.layers import Attention, GatedMLP, LayerNorm, RMSNorm, matmul, mean_of_squares
+from jaxpaged.models.rope import RopeConfig, apply_rope, rope_table
+from tests.device.model_shapes import TINY
 
 F32 = jnp.dtype(jnp.float32)
 
-# Numbers of transformers 5.24 (torch 2.13).
-FREQUENCIES: list[tuple[RopeConfig, int, list[float]]] = [
-    (
-        RopeConfig(10000.0),
-        16,
-        [1.0, 0.31622776389, 0.1, 0.031622778624, 0.01, 0.0031622778624, 0.001, 0.00031622778624],
-    ),
-    (
-        RopeConfig(500000.0),
-        16,
-        [
-            *(1.0, 0.1939227581, 0.0376060307, 0.0072926650751, 0.0014142134459),
-            *(0.00027424818836, 5.3182957345e-05, 1.0313385246e-05),
-        ],
-    ),
-    (
-        RopeConfig(10000.0, "linear", factor=4.0),
-        16,
-        [
-            *(0.25, 0.079056940973, 0.025, 0.0079056946561, 0.0025),
-            *(0.00079056946561, 0.00025, 7.9056946561e-05),
-        ],
-    ),
-    (
-        RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192),
-        32,
-        [
-            *(1.0, 0.44036662579, 0.1939227581, 0.085397101939, 0.0376060307, 0.016560440883),
-            *(0.0072926650751, 0.0032114461064, 0.00052484602202, 7.7846554632e-05),
-            *(3.4281023545e-05, 1.5096217794e-05, 6.6478696681e-06, 2.9274997360e-06),
-            *(1.2891731558e-06, 5.6770880974e-07),
-        ],
-    ),
-    (
-        RopeConfig(10000.0, "llama3", 32.0, 1.0, 4.0, 64),
-        16,
-        [
-            *(1.0, 0.23668710887, 0.0037253550254, 0.00098821183201, 0.00031249999302),
-            *(9.8821183201e-05, 3.1250001484e-05, 9.8821183201e-06),
-        ],
-    ),
-]
 
-
-@pytest.mark.parametrize(("rope", "dim", "expected"), FREQUENCIES, ids=lambda x: str(x)[:40])
-def test_inverse_frequencies(rope: RopeConfig, dim: int, expected: list[float]) -> None:
-    freqs = inverse_frequencies(rope, dim)
-    assert freqs.dtype == np.float32
-    np.testing.assert_allclose(freqs, expected, rtol=3e-7)
-
-
-@pytest.mark.parametrize("position", [0, 1, 63, 64, 65, 200])
-def test_rotation_of_pairs(position: int) -> None:
-    """Element i and i + H/2 are a point that turns by position x frequency."""
-    freqs = inverse_frequencies(RopeConfig(10000.0), 16)
-    x = np.random.default_rng(position).standard_normal((1, 2, 3, 16), np.float32)
-    got = np.asarray(apply_rope(jnp.asarray(x), rope_table(jnp.array([position]), freqs)))
-    points = x[..., :8].astype(complex) + 1j * x[..., 8:]
-    turned = points * np.exp(1j * position * freqs.astype(np.float64))
-    expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    np.testing.assert_allclose(got, expected, atol=2e-5)
-    if position == 0:
-        assert (got == x).all()
+def table_of(rope: RopeConfig, dim: int, positions: np.ndarray) -> jax.Array:
+    where = jnp.asarray(positions, jnp.int32)
+    return rope_table(rope, dim, where, jnp.zeros_like(where))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -129,8 +63,32 @@ def test_rms_norm() -> None:
     np.testing.assert_allclose(norm(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norm(affine: bool) -> None:
+    norm = LayerNorm(32, 1e-2, F32, affine=affine)
+    parameters = filled(norm, 0)
+    assert set(parameters) == ({"weight", "bias"} if affine else set())
+    x = np.random.default_rng(1).standard_normal((8, 32), np.float32) * 0.1 + 3.0
+    wide = x.astype(np.float64)
+    wide -= wide.mean(axis=1, keepdims=True)
+    expected = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-2)
+    if affine:
+        expected = expected * parameters["weight"] + parameters["bias"]
+    np.testing.assert_allclose(norm(jnp.asarray(x)), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_layer_norm_gives_a_row_the_same_bits_in_any_batch() -> None:
+    norm = LayerNorm(96, 1e-5, F32, affine=False)
+    x = np.random.default_rng(0).standard_normal((64, 96), np.float32)
+    run = jax.jit(norm)
+    whole = np.asarray(run(x))
+    for rows in (8, 16, 24, 40):
+        assert np.asarray(run(x[:rows])).tobytes() == whole[:rows].tobytes()
+
+
 def test_gated_mlp() -> None:
-    mlp = GatedMLP(16, 24, F32)
+    config = dataclasses.replace(TINY, hidden_size=16, intermediate_size=24)
+    mlp = GatedMLP(config, F32)
     weights = filled(mlp, 0)
     gate, up = np.unstack(weights["gate_up"], axis=1)
     x = np.random.default_rng(1).standard_normal((8, 16), np.float32)
@@ -143,11 +101,14 @@ def test_gated_mlp() -> None:
 def test_attention_hands_over_heads_in_order(heads: int, kv_heads: int) -> None:
     """Query head n belongs to KV head n // G; q and k are turned, v is not; window and scale."""
     dim, hidden = 8, 12
-    layer = Attention(hidden, heads, kv_heads, dim, F32, window=5)
+    config = dataclasses.replace(
+        TINY, hidden_size=hidden, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim
+    )
+    layer = Attention(config, F32, window=5)
     weights = filled(layer, 0)
     group = heads // kv_heads
     x = np.random.default_rng(1).standard_normal((8, hidden), np.float32)
-    table = rope_table(jnp.arange(8), inverse_frequencies(RopeConfig(100.0), dim))
+    table = table_of(RopeConfig(100.0), dim, np.arange(8))
     seen: dict[str, Any] = {}
 
     def attend(q: Any, k: Any, v: Any, layer_kv: Any, meta: Any, **settings: Any) -> Any:

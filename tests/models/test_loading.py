@@ -10,8 +10,7 @@ import pytest
 
 from jaxpaged.device.step import take_apart
 from jaxpaged.errors import ModelLoadError
-from jaxpaged.models.base import ParamSource
-from jaxpaged.models.loading import dummy_parameters, load_parameters
+from jaxpaged.models.loading import DummyReader, load_parameters
 from jaxpaged.models.registry import find_model
 from jaxpaged.sharding import make_mesh, partition_spec
 from tests.tiny_models import tiny_config, tiny_weights
@@ -38,6 +37,7 @@ class DictReader:
         return self.tensors[name]
 
     def read_slice(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        self.reads.append(name)
         return self.tensors[name][index]
 
     def close(self) -> None: ...
@@ -214,7 +214,8 @@ def test_weights_must_be_floats(dtype: Any) -> None:
 def dummies(seed: int, dtype: str = "float32") -> dict[str, np.ndarray]:
     model, config = find_model(tiny_config(), "here")
     shapes = take_apart(model, config, jnp.dtype(dtype)).shapes
-    params = dummy_parameters(model, config, shapes, make_mesh(), seed)
+    reader = DummyReader(model.sources(config), seed)
+    params = load_parameters(reader, model, config, shapes, make_mesh(), lambda _: None)
     assert {p: (v.shape, v.dtype) for p, v in params.items()} == {
         p: (leaf.shape, leaf.dtype) for p, leaf in shapes.items()
     }
@@ -254,25 +255,3 @@ def test_each_parameter_has_one_source_and_fitting_axes(tied: bool) -> None:
             assert len(partition_spec(source.axes)) == len(source.axes)
         elif len(shapes[path].shape) > 1:
             raise AssertionError(f"{path} is a matrix on every device")
-
-
-@pytest.mark.parametrize(
-    ("source", "shape"),
-    [
-        (ParamSource(("a",)), (3, 4)),
-        (ParamSource(("a", "b"), join="interleave"), (3, 2, 4)),
-        (ParamSource(("q", "k", "v"), join="qkv"), (2, 5, 4, 6)),
-        (ParamSource(("q", "k", "v"), join="qkv"), (1, 3, 2, 6)),
-    ],
-)
-def test_tensor_shapes_and_assemble_agree(source: ParamSource, shape: tuple[int, ...]) -> None:
-    shapes = source.tensor_shapes(shape)
-    assert len(shapes) == len(source.names)
-    start, tensors = 0, []
-    for tensor_shape in shapes:
-        size = int(np.prod(tensor_shape))
-        tensors.append(np.arange(start, start + size).reshape(tensor_shape))
-        start += size
-    made = source.assemble(tensors, shape)
-    assert made.shape == shape
-    assert sorted(made.ravel().tolist()) == list(range(start)), "every number once"

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from jaxpaged.errors import ModelLoadError
+from jaxpaged.text.gguf_splits import SPLITS
 from jaxpaged.text.gguf_tokenizer import build_gguf_tokenizer
 from jaxpaged.text.pieces import byte_alphabet
 from jaxpaged.text.tokenizer import Tokenizer
@@ -162,7 +163,7 @@ def test_smollm2_specials(smollm2: Tokenizer) -> None:
     assert smollm2.decode(ids) == "user\nHi there\nassistant\n"
 
 
-def _write(path: Path, **changes: Any) -> GGUFFile:
+def _write(path: Path, *, architecture: str = "llama", **changes: Any) -> GGUFFile:
     """A GGUF file with the SentencePiece-like vocabulary; `changes` replace metadata."""
     pieces, scores, kinds = sentencepiece_vocab()
     meta: dict[str, Any] = {
@@ -175,7 +176,7 @@ def _write(path: Path, **changes: Any) -> GGUFFile:
         "unknown_token_id": 0,
     }
     meta |= changes
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     for key, value in meta.items():
         if value is None:
             continue
@@ -203,10 +204,14 @@ def _build(file: GGUFFile) -> Tokenizer:
 
 
 def _greedy_sentencepiece(text: str) -> list[int]:
+    return _merge_by_score(" " + text, sentencepiece_vocab())
+
+
+def _merge_by_score(text: str, vocabulary: tuple[list[str], list[float], list[int]]) -> list[int]:
     """SentencePiece by the book: join the neighbours whose union scores highest, the left first."""
-    pieces, scores, kinds = sentencepiece_vocab()
+    pieces, scores, kinds = vocabulary
     ids = {p: i for i, p in enumerate(pieces) if kinds[i] == 1}
-    parts = list("▁" + text.replace(" ", "▁"))
+    parts = list(text.replace(" ", "▁"))
     while True:
         pairs = [
             (scores[ids[a + b]], -i)
@@ -217,9 +222,10 @@ def _greedy_sentencepiece(text: str) -> list[int]:
             break
         at = -max(pairs)[1]
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    first_byte = pieces.index("<0x00>")
     out = []
     for part in parts:
-        out += [ids[part]] if part in ids else [3 + byte for byte in part.encode()]
+        out += [ids[part]] if part in ids else [first_byte + byte for byte in part.encode()]
     return out
 
 
@@ -252,6 +258,107 @@ def test_sentencepiece_equals_transformers(tmp_path: Path) -> None:
             continue  # transformers adds no space there; sentencepiece itself and llama.cpp do
         ours = tokenizer.encode(text, add_special_tokens=False)
         assert ours == theirs.encode(text, add_special_tokens=False).ids, text
+
+
+def _gemma_vocab() -> tuple[list[str], list[float], list[int]]:
+    """A Gemma-like vocabulary: runs of white space and markup are whole, as real characters."""
+    whole = ["<start_of_turn>", "<unused0>", "\n\n", "\n\n\n", "  ", "   ", "    ", "<b>", "</b>"]
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *whole]
+    kinds = [3, 3, 3, 2, 3] + [4] * (len(whole) - 1)
+    pieces += [f"<0x{byte:02X}>" for byte in range(256)]
+    kinds += [6] * 256
+    scores = [-1000.0] * len(pieces)
+    words = ["▁t", "er", "in", "▁a", "en", "he", "▁the", "or", "ld", "▁w", "▁wor", "▁world", "lo"]
+    words += ["ell", "He", "Hello", "▁▁a", "and", "an", "▁an", "▁and", "12", "ab", "abab", "aba"]
+    letters = [chr(c) for c in range(0x21, 0x7F)] + ["▁", "\n", "\t", "é", "中", "文"]
+    for rank, piece in enumerate(words + letters):
+        pieces.append(piece)
+        kinds.append(1)
+        scores.append(-float(rank))
+    return pieces, scores, kinds
+
+
+def _write_gemma(path: Path) -> GGUFFile:
+    pieces, scores, kinds = _gemma_vocab()
+    return _write(
+        path,
+        architecture="gemma2",
+        tokens=pieces,
+        scores=scores,
+        token_type=kinds,
+        bos_token_id=2,
+        eos_token_id=1,
+        unknown_token_id=3,
+        padding_token_id=0,
+        add_space_prefix=False,
+    )
+
+
+def _greedy_gemma(text: str) -> list[int]:
+    """The whole tokens first, the longest at each place, then merges by score in what is left."""
+    pieces, _, kinds = _gemma_vocab()
+    whole = sorted((p for p, kind in zip(pieces, kinds, strict=True) if kind == 4), key=len)[::-1]
+    out, start, at = [], 0, 0
+    while at < len(text):
+        found = next((piece for piece in whole if text.startswith(piece, at)), None)
+        if found is None:
+            at += 1
+            continue
+        out += [*_merge_by_score(text[start:at], _gemma_vocab()), pieces.index(found)]
+        start = at = at + len(found)
+    return out + _merge_by_score(text[start:], _gemma_vocab())
+
+
+def test_gemma_equals_the_definition(tmp_path: Path) -> None:
+    tokenizer = _build(_write_gemma(tmp_path / "m.gguf"))
+    for text in [*TEXTS, "Hello  world", "a   b     c", "x\n\n\n\n\ny", "<b>the</b> and<unused0>!"]:
+        expected = _greedy_gemma(text)
+        assert tokenizer.encode(text) == [2, *expected], text
+        assert tokenizer.decode(expected) == text
+    assert tokenizer.special_ids == {0, 1, 2, 3, 4}
+    assert len(tokenizer.encode("the<start_of_turn>the")) == 1 + 2 * 2 + 1
+
+
+@given(text=st.text(st.sampled_from("ab ▁the\n12é🙂<>/"), max_size=20))
+def test_gemma_equals_the_definition_on_mixtures(gemma: Tokenizer, text: str) -> None:
+    assert gemma.encode(text, add_special_tokens=False) == _greedy_gemma(text)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return _build(_write_gemma(tmp_path_factory.mktemp("gemma") / "m.gguf"))
+
+
+def test_gemma_equals_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    path = tmp_path / "m.gguf"
+    tokenizer = _build(_write_gemma(path))
+    theirs, _ = convert_gguf_tokenizer(*get_gguf_tokenizer(str(path))[:2])
+    for text in [*TEXTS, "Hello  world", "a   b", "x\n\n\ny", "<b>the</b> and"]:
+        ours = tokenizer.encode(text, add_special_tokens=False)
+        assert ours == theirs.encode(text, add_special_tokens=False).ids, text
+
+
+def test_phi3_drops_white_space_after_markers(tmp_path: Path) -> None:
+    """As its published tokenizer does, whose template has line ends after each marker."""
+    pieces, scores, kinds = sentencepiece_vocab()
+    pieces += ["<|endoftext|>", "<|end|>"]
+    scores += [0.0, 0.0]
+    kinds += [3, 3]
+    changes = {"tokens": pieces, "scores": scores, "token_type": kinds}
+    chat = "<|user|>\nthe<|end|>\n  <|end|> the<|endoftext|>\nthe"
+
+    def cut(architecture: str) -> list[str]:
+        file = _write(tmp_path / "m.gguf", architecture=architecture, **changes)
+        return [pieces[i] for i in _build(file).encode(chat, add_special_tokens=False)]
+
+    newline = ["▁", "<0x0A>"]
+    the = ["▁the"]
+    expected = ["<|user|>", *the, "<|end|>", "<|end|>", *the, "<|endoftext|>", *newline, "t", "he"]
+    assert cut("phi3") == expected
+    assert cut("llama")[:3] == ["<|user|>", *newline]
 
 
 def test_sentencepiece_details(tmp_path: Path) -> None:
@@ -297,6 +404,22 @@ def _byte_level(path: Path, pre: str | None, **changes: Any) -> GGUFFile:
         ("llama-bpe", "It'S  1234 x!\n\ny", ["It", "'S", " ", " ", "123", "4", " x", "!\n\n", "y"]),
         ("qwen2", "a 12(b", ["a", " ", "1", "2", "(b"]),
         ("tekken", "HelloWORLD 12", ["Hello", "WORLD", " ", "1", "2"]),
+        ("dbrx", "It'S  1234 x!", ["It", "'S", " ", " ", "123", "4", " x", "!"]),
+        ("qwen35", "e\u0301a 12", ["e\u0301a", " ", "1", "2"]),
+        ("gpt-4o", "it's HelloWORLD 1234/", ["it's", " Hello", "WORLD", " ", "123", "4", "/"]),
+        (
+            "deepseek-v3",
+            "a.Bc 1234中かx ()\n\ny",
+            ["a", ".Bc", " ", "123", "4", "中か", "x", " ()\n\n", "y"],
+        ),
+        (
+            "deepseek-llm",
+            "Ab 12\n  (x)  中",
+            ["Ab", " ", "1", "2", "\n", " ", " (", "x", ")", "  ", "中"],
+        ),
+        # Letters with case, but for those that the list of the original does not have.
+        ("deepseek-llm", "éЯꞌﬀաꞏ𝐀", ["éЯꞌﬀ", "աꞏ𝐀"]),
+        ("deepseek-coder", "a b1.!\n", ["a", " b", "1", ".!", "\n"]),
     ],
 )
 def test_how_text_is_cut(tmp_path: Path, pre: str, text: str, cuts: list[str]) -> None:
@@ -304,6 +427,27 @@ def test_how_text_is_cut(tmp_path: Path, pre: str, text: str, cuts: list[str]) -
     assert backend.pre_tokenizer is not None
     pieces = [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
     assert pieces == cuts
+
+
+def test_expressions_equal_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from tokenizers import Regex
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    known = sorted(SPLITS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys())
+    assert {"llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "dbrx"} <= set(known)
+    corpus = _corpus()
+    for pre in known:
+        ours = build_gguf_tokenizer(_byte_level(tmp_path / "m.gguf", pre)).backend.pre_tokenizer
+        assert ours is not None
+        theirs = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        for text in corpus:
+            assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), (pre, text)
 
 
 def test_bos_defaults_by_kind(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,36 @@ def test_bfloat16_and_unaligned_data(tmp_path: Path) -> None:
     np.testing.assert_array_equal(got, values)
 
 
+def _resident_bytes(path: Path) -> int | None:
+    """Of the mappings of a file, how much is in memory; None where it is not mapped."""
+    found: int | None = None
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            found = (found or 0) + int(line.split()[1]) * 1024
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
+def test_a_slice_maps_only_its_pages_and_close_drops_them(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    value = np.arange(1 << 23, dtype=np.float32).reshape(1 << 13, 1 << 10)  # 32 MiB
+    save_file({"w": value}, path)
+    reader = SafetensorsReader(tmp_path)
+    part = reader.read_slice("w", (slice(4096, 4100), slice(0, 512)))
+    np.testing.assert_array_equal(part, value[4096:4100, :512])
+    mapped = _resident_bytes(path)
+    assert mapped is not None and mapped <= value.nbytes // 4  # pages come in large groups
+    kept = part.copy()
+    reader.close()
+    assert _resident_bytes(path) is not None, "the part still needs it"
+    del part
+    assert _resident_bytes(path) is None
+    np.testing.assert_array_equal(kept, value[4096:4100, :512])
+
+
 def test_missing_shard_names_its_tensors(sharded: Path) -> None:
     (sharded / "two.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"lacks two.safetensors.*1 tensors are missing: b"):
@@ -115,28 +148,39 @@ def test_no_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "x/../../s", "..", 3])
-def test_index_cannot_leave_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: Any
-) -> None:
+def test_index_cannot_leave_the_folder(tmp_path: Path, shard: Any) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"a": A}, tmp_path / "secret.safetensors")
     _index(folder, {"model.norm.weight": shard})
-    opened = _watch_opens(monkeypatch)
-    with pytest.raises(ModelLoadError, match="model.norm.weight"):
+    with (
+        _opened_below(Path("/")) as opened,
+        pytest.raises(ModelLoadError, match="model.norm.weight"),
+    ):
         SafetensorsReader(folder)
-    assert opened and all(path.parent == folder for path in opened)
+    assert opened == [folder / INDEX_NAME]
 
 
-def test_links_cannot_leave_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("indexed", [True, False])
+def test_links_cannot_leave_the_folder(tmp_path: Path, indexed: bool) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"a": A}, tmp_path / "secret.safetensors")
     (folder / "m.safetensors").symlink_to(tmp_path / "secret.safetensors")
-    opened = _watch_opens(monkeypatch)
-    with pytest.raises(ModelLoadError, match="is a link to .*secret.safetensors, outside"):
+    if indexed:
+        _index(folder, {"a": "m.safetensors"})
+    with (
+        _opened_below(Path("/")) as opened,
+        pytest.raises(ModelLoadError, match="is a link to .*secret.safetensors, outside"),
+    ):
         SafetensorsReader(folder)
-    assert not opened
+    assert opened == ([folder / INDEX_NAME] if indexed else [])
+
+
+def test_the_watch_sees_what_is_opened(sharded: Path) -> None:
+    with _opened_below(sharded) as opened:
+        SafetensorsReader(sharded).read("a")
+    assert {p.name for p in opened} == {INDEX_NAME, "one.safetensors", "two.safetensors"}
 
 
 def test_hub_cache_links_are_followed(tmp_path: Path) -> None:
@@ -148,16 +192,26 @@ def test_hub_cache_links_are_followed(tmp_path: Path) -> None:
     np.testing.assert_array_equal(SafetensorsReader(repo / "snapshots" / "abc").read("a"), A)
 
 
-def _watch_opens(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    opened: list[Path] = []
-    original: Callable[..., Any] = Path.open
+_watchers: list[list[Path]] = []
 
-    def watched(self: Path, *args: Any, **kwargs: Any) -> Any:
-        opened.append(self)
-        return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", watched)
-    return opened
+def _on_audit(event: str, args: tuple[Any, ...]) -> None:
+    if event == "open" and _watchers and isinstance(args[0], (str, bytes, os.PathLike)):
+        _watchers[-1].append(Path(os.fsdecode(args[0])))
+
+
+sys.addaudithook(_on_audit)  # sees whatever way a file is opened; hooks cannot be removed
+
+
+@contextmanager
+def _opened_below(folder: Path) -> Iterator[list[Path]]:
+    """Collects the files below `folder` that are opened meanwhile."""
+    found: list[Path] = []
+    _watchers.append([])
+    try:
+        yield found
+    finally:
+        found += [path for path in _watchers.pop() if path.is_relative_to(folder)]
 
 
 def test_every_truncation_is_found(tmp_path: Path) -> None:

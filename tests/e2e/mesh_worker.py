@@ -1,0 +1,126 @@
+"""Runs engines over several virtual CPU devices, in a process of its own.
+
+    python -m tests.e2e.mesh_worker DEVICES < jobs.json > results.json
+
+The number of devices has to be chosen before JAX starts, so tests start this with a list of jobs;
+each names a function of this module, and gives it arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def run_jobs(devices: int, jobs: list[tuple[str, dict[str, Any]]], timeout: int = 900) -> list[Any]:
+    """The results of the jobs, from a new process."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.mesh_worker"],
+        input=json.dumps(jobs),
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    results: list[Any] = json.loads(run.stdout.splitlines()[-1])
+    return results
+
+
+def tokens(
+    folder: str, size: int, prompts: list[list[int]], count: int, engine: dict[str, Any]
+) -> list[list[int]]:
+    """Greedy tokens of each prompt."""
+    from jaxpaged import SamplingParams
+    from tests.e2e.support import small_llm
+
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    with small_llm(folder, tensor_parallel_size=size, **engine) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats().compiles_after_warmup == 0
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def everything(folder: str, size: int) -> dict[str, Any]:
+    """Every sampling parameter at once, on a pool that is too small, twice (the second time from
+    the prefix cache); and the collectives of the programs.
+    """
+    from jaxpaged import SamplingParams
+    from tests.e2e.support import engine_over, small_llm
+
+    several: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 0.8, "seed": 2, "top_k": 20, "top_p": 0.8},
+        {"temperature": 1.3, "seed": 3, "min_p": 0.05, "logprobs": 0},
+        {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+        {"temperature": 0.7, "seed": 5, "presence_penalty": 0.7, "min_tokens": 5},
+        {"temperature": 0.0, "logit_bias": {7: 3.0, 9: -100.0}, "prompt_logprobs": 2},
+        {"temperature": 1.0, "seed": 6, "allowed_token_ids": list(range(50, 300))},
+        {"temperature": 0.0, "stop_token_ids": [5], "bad_words": ["the"], "n": 1},
+    ]
+    shared = list(range(20, 52))
+    prompts = [[*shared, 60 + i, 61 + i] for i in range(len(several))]
+    found: dict[str, Any] = {"tokens": [], "logprobs": []}
+    with small_llm(folder, tensor_parallel_size=size) as llm:
+        engine = engine_over(llm, num_blocks=40)
+        for turn in range(2):
+            for i, (prompt, params) in enumerate(zip(prompts, several, strict=True)):
+                ask = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params})
+                engine.add_request(f"{turn}-{i}", prompt, ask)
+            done: dict[str, Any] = {}
+            while engine.has_unfinished_requests():
+                done |= {output.request_id: output for output in engine.step() if output.finished}
+            for i in range(len(several)):
+                output = done[f"{turn}-{i}"]
+                found["tokens"].append(output.outputs[0].token_ids)
+                for entries in (output.outputs[0].logprobs, output.prompt_logprobs):
+                    for entry in entries or []:
+                        if entry is not None:
+                            found["logprobs"] += [value.logprob for value in entry.values()]
+        stats = engine.stats()
+        found["preemptions"] = stats.preemptions
+        found["hits"] = stats.prefix_hit_tokens
+        found["compiles_after_warmup"] = stats.compiles_after_warmup
+        found["collectives"] = [
+            collectives(llm.engine.runner, 0),
+            collectives(llm.engine.runner, 64),
+        ]
+        found["devices"] = sorted(
+            {shard.device.id for shard in llm.engine.runner._weights.rest[0].addressable_shards}
+        )
+    return found
+
+
+def collectives(runner: Any, prompt_tokens: int) -> list[list[Any]]:
+    """[operation, result shape] of every collective in a step's program."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpaged.device.buckets import StepShape
+
+    layout = runner.layout(StepShape(runner.buckets.max_rows, prompt_tokens))
+    ints = jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32)
+    floats = jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32)
+    text = runner._step.lower(runner._weights, runner._state, ints, floats, layout).compile()
+    names = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    pattern = rf"= \(?(\w+\[[\d,]*\]).*? ({names})(?:-start)?\("
+    return [[name, shape] for shape, name in re.findall(pattern, text.as_text())]
+
+
+def main() -> None:
+    results = [globals()[name](**arguments) for name, arguments in json.load(sys.stdin)]
+    print(json.dumps(results))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
