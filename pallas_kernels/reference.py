@@ -223,8 +223,8 @@ def paged_decode(
     # Live rows stand first. The traced bound also keeps XLA from inlining a loop of one group,
     # which would be fused, and so rounded, differently.
     groups = (jnp.sum(positions >= 0, dtype=jnp.int32) + width - 1) // width
-    out = jnp.zeros((*q.shape[:-1], dim_out), q.dtype)
-    out = lax.fori_loop(0, groups, one_group, out)
+    empty = jnp.zeros((*q.shape[:-1], dim_out), q.dtype)
+    out: jax.Array = lax.fori_loop(0, groups, one_group, empty)
     return out[:rows, :, :group].reshape(rows, num_heads, dim_out)
 
 

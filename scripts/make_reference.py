@@ -37,8 +37,8 @@ from jaxpaged.weights.source import resolve_source
 from scripts.fetch_model import FILE
 from tests.e2e import oracle
 from tests.tiny_models import tiny_llama, tiny_mistral
-from tests.zoo.case import Case, all_cases, describe, write_case
 from tests.zoo.case import STORED as ZOO
+from tests.zoo.case import Case, all_cases, describe, write_case
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
 MIN_GAP = 1e-3

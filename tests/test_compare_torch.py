@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxpaged.errors import UnsupportedModelError
 from tests.tiny_models import tiny_gguf, tiny_llama
+from tests.zoo.case import write_case
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -160,6 +163,38 @@ def test_a_gguf_file_on_two_devices(model: Path, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.splitlines()[-1] == "equal within 1e-4"
     assert "all 4 tokens equal" in run.stdout
+
+
+@needs_torch
+def test_the_example_of_the_documentation_works(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """docs/add_a_model.md: its family, registered as it says, on its own cases."""
+    from jaxpaged.models import registry
+
+    text = (SCRIPTS.parent / "docs" / "add_a_model.md").read_text(encoding="utf-8")
+    found = []
+    for number, code in enumerate(
+        re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    ):
+        module = ModuleType(f"documented_{number}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(code, module.__name__, "exec"), module.__dict__)
+        found.append(module)
+    granite, zoo = found
+    for name in granite.ARCHITECTURES:
+        family = registry.Family(granite.GraniteForCausalLM, granite.read_config)
+        monkeypatch.setitem(registry._FAMILIES, name, family)
+    for case in zoo.CASES:
+        folder = write_case(tmp_path / case.name, case)
+        arguments = ["--model", str(folder), "--layers", "--max-tokens", "4"]
+        assert script.main([*arguments, "--prompt-ids", "5,6,7,8,9,10"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == "equal within 1e-4"
+    with pytest.raises(UnsupportedModelError, match="num_experts=4"):
+        registry.find_model({**zoo.CONFIG, "architectures": [name], "num_experts": 4}, "here")
 
 
 # ------------------------------------------------------------------ what cannot be compared

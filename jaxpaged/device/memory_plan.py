@@ -136,9 +136,10 @@ def plan_memory(
         ("KV per token", f"{per_token} B ({jnp.dtype(dtype).name}){of_windows}"),
         ("KV blocks", f"{blocks} of {config.block_size} tokens, {_gib(blocks * per_block)}"),
     ]
+    tokens = usable * config.block_size // len(windows)
     lines = [f"  {name:<22} {value}" for name, value in rows]
     lines.append(
-        f"GPU KV cache size: {usable * config.block_size // len(windows):,} tokens, Maximum concurrency for "
+        f"GPU KV cache size: {tokens:,} tokens, Maximum concurrency for "
         f"{length:,} tokens per request: {concurrency:.2f}x"
     )
     return MemoryPlan(blocks, length, tuple(lines))
@@ -218,7 +219,7 @@ def _fit_length(
     largest = bisect_right(range(1, wanted + 1), usable, key=blocks_for)
     if largest == 0:
         raise ConfigError(
-            f"{usable} KV blocks are usable, and the shortest sequence needs {blocks_for(1)}. Raise "
+            f"{usable} KV blocks are usable and the shortest sequence needs {blocks_for(1)}; raise "
             "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override."
         )
     if isinstance(config.max_model_len, int):

@@ -281,17 +281,21 @@ def over_mesh(step: StepFunction, loaded: LoadedModel) -> StepFunction:
     weights = jax.tree.map(lambda leaf: leaf.sharding.spec, loaded.weights)
 
     def sharded(
-        weights_: Weights, state_: EngineState, ints: jax.Array, floats: jax.Array, layout: Layout
+        whole: Weights, pools: EngineState, ints: jax.Array, floats: jax.Array, layout: Layout
     ) -> tuple[EngineState, StepOutput]:
+        def on_device(
+            mine: Weights, pools: EngineState, ints: jax.Array, floats: jax.Array
+        ) -> tuple[EngineState, StepOutput]:
+            return step(mine, pools, ints, floats, layout)
+
         run = jax.shard_map(
-            lambda *arrays: step(*arrays, layout),
+            on_device,
             mesh=loaded.mesh,
             in_specs=(weights, state, everywhere, everywhere),
             out_specs=(state, StepOutput(everywhere, everywhere)),
             check_vma=False,
         )
-        result: tuple[EngineState, StepOutput] = run(weights_, state_, ints, floats)
-        return result
+        return run(whole, pools, ints, floats)
 
     return sharded
 

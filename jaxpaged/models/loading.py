@@ -54,8 +54,7 @@ def _load(
     reader: TensorReader, source: ParamSource, abstract: jax.ShapeDtypeStruct, mesh: Mesh
 ) -> jax.Array:
     def slice_of(index: Index | None) -> npt.NDArray[np.generic]:
-        found = source.read(reader.read_slice, abstract.shape, index or ())
-        return found.astype(abstract.dtype)
+        return source.read(reader.read_slice, abstract.shape, index or (), abstract.dtype)
 
     return jax.make_array_from_callback(abstract.shape, sharding_of(mesh, source), slice_of)
 

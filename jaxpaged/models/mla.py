@@ -214,7 +214,7 @@ class HeadRows(ParamSource):
     stored: int = 0
     transposed: bool = False
 
-    def read(self, read: ReadSlice, shape: tuple[int, ...], index: Index) -> HostArray:
+    def fill(self, out: HostArray, read: ReadSlice, shape: tuple[int, ...], index: Index) -> None:
         heads, *rest = (*index, *(slice(None),) * (len(shape) - len(index)))
         start, stop, _ = heads.indices(shape[0])
         (tensor,) = self.tensors
@@ -222,5 +222,5 @@ class HeadRows(ParamSource):
         found = tensor.read(read, (slice(start * size, stop * size),))
         picked = found.reshape(stop - start, size, *found.shape[1:])[:, np.asarray(self.rows)]
         if self.transposed:
-            picked = np.ascontiguousarray(picked.swapaxes(1, 2))
-        return picked[(slice(None), *rest)]
+            picked = picked.swapaxes(1, 2)
+        out[...] = picked[(slice(None), *rest)]

@@ -78,20 +78,35 @@ class ParamSource:
         found = other is not None and all(tensor.name in names for tensor in other.tensors)
         return other if other is not None and found else self
 
-    def read(self, read: ReadSlice, shape: tuple[int, ...], index: Index) -> HostArray:
-        """The part `index` of the parameter of this whole shape."""
+    def fill(self, out: HostArray, read: ReadSlice, shape: tuple[int, ...], index: Index) -> None:
+        """Write the part `index` of the parameter of this whole shape into `out`, of the type and
+        shape of that part. Tensors are read one at a time, so no more than one is held beside it.
+        """
         (tensor,) = self.tensors
-        return tensor.read(read, _whole(index, shape))
+        out[...] = tensor.read(read, _whole(index, shape))
+
+    def read(
+        self,
+        read: ReadSlice,
+        shape: tuple[int, ...],
+        index: Index = (),
+        dtype: npt.DTypeLike = np.float32,
+    ) -> HostArray:
+        """The part `index` of the parameter of this whole shape, as a new array."""
+        sizes = [part.stop - part.start for part in _whole(index, shape)]
+        out = np.zeros(sizes, dtype)
+        self.fill(out, read, shape, index)
+        return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleaved(ParamSource):
     """Several tensors [I, ...] as one parameter [I, n, ...]: a slice of I takes all along."""
 
-    def read(self, read: ReadSlice, shape: tuple[int, ...], index: Index) -> HostArray:
+    def fill(self, out: HostArray, read: ReadSlice, shape: tuple[int, ...], index: Index) -> None:
         rows, which, *rest = _whole(index, shape)
-        parts = [tensor.read(read, (rows, *rest)) for tensor in self.tensors[which]]
-        return np.stack(parts, axis=1)
+        for place, tensor in enumerate(self.tensors[which]):
+            out[:, place] = tensor.read(read, (rows, *rest))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,15 +115,13 @@ class GatesThenUps(ParamSource):
     [X, I, 2, E].
     """
 
-    def read(self, read: ReadSlice, shape: tuple[int, ...], index: Index) -> HostArray:
+    def fill(self, out: HostArray, read: ReadSlice, shape: tuple[int, ...], index: Index) -> None:
         (tensor,), width = self.tensors, shape[1]
         experts, rows, which, columns = _whole(index, shape)
-        starts = [n * width for n in range(which.start, which.stop)]
-        parts = [
-            tensor.read(read, (experts, slice(start + rows.start, start + rows.stop), columns))
-            for start in starts
-        ]
-        return np.stack(parts, axis=2)
+        for place, half in enumerate(range(which.start, which.stop)):
+            start = half * width
+            picked = slice(start + rows.start, start + rows.stop)
+            out[:, :, place] = tensor.read(read, (experts, picked, columns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,22 +133,23 @@ class GroupedQKV(ParamSource):
 
     repeat: int = 1
 
-    def read(self, read: ReadSlice, shape: tuple[int, ...], index: Index) -> HostArray:
-        heads, *rest = _whole(index, shape)
+    def fill(self, out: HostArray, read: ReadSlice, shape: tuple[int, ...], index: Index) -> None:
+        heads = _whole(index, shape)[0]
+        assert out.shape[1:] == shape[1:], "only whole heads are cut out"
         group, dim = shape[1] - 2, shape[2]
         count = heads.stop - heads.start
         first, last = heads.start // self.repeat, -(-heads.stop // self.repeat)
-        rows = [
+        rows = (
             slice(heads.start * group * dim, heads.stop * group * dim),
             slice(first * dim, last * dim),
             slice(first * dim, last * dim),
-        ]
-        q, k, v = (t.read(read, (r,)) for t, r in zip(self.tensors, rows, strict=True))
+        )
+        q, k, v = self.tensors
         tail = shape[3:]
         copies = np.arange(heads.start, heads.stop) // self.repeat - first
-        k, v = (t.reshape(-1, 1, dim, *tail)[copies] for t in (k, v))
-        joined = np.concatenate([q.reshape(count, group, dim, *tail), k, v], axis=1)
-        return joined[(slice(None), *rest)]
+        out[:, :group] = q.read(read, rows[:1]).reshape(count, group, dim, *tail)
+        out[:, group] = k.read(read, rows[1:2]).reshape(-1, dim, *tail)[copies]
+        out[:, group + 1] = v.read(read, rows[2:]).reshape(-1, dim, *tail)[copies]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,21 +165,11 @@ class Stacked(ParamSource):
         every = tuple(tensor for part in self.parts for tensor in part.tensors)
         object.__setattr__(self, "tensors", every)
 
-    def read(self, read: ReadSlice, shape: tuple[int, ...], index: Index) -> HostArray:
+    def fill(self, out: HostArray, read: ReadSlice, shape: tuple[int, ...], index: Index) -> None:
         which, *rest = _whole(index, shape)
-        inner, picked = shape[1:], tuple(rest)
-        out: HostArray | None = None
-        for place, number in enumerate(range(which.start, which.stop)):
-            if number >= len(self.parts):
-                break
-            part = self.parts[number].read(read, inner, picked)
-            if out is None:
-                out = np.zeros((which.stop - which.start, *part.shape), part.dtype)
-            out[place] = part
-        if out is None:
-            sizes = [part.stop - part.start for part in (which, *picked)]
-            out = np.zeros(sizes, np.float32)
-        return out
+        for place, part in enumerate(self.parts[which]):
+            part.fill(out[place], read, shape[1:], tuple(rest))
+        out[len(self.parts[which]) :] = 0
 
 
 def whole(

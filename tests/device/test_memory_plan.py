@@ -288,7 +288,8 @@ def test_start_up_plans_with_the_length_that_was_asked_for(
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(startup, "step_temporaries", lambda *args: seen.append(args[4:]) or 0)
     parts = parts_of(wide_folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=100)
-    lines = startup._plan(parts.config, parts.loaded, parts.buckets, parts.settings, 8, 64, 0.92).lines
+    limits = (8, 64, 0.92)
+    lines = startup._plan(parts.config, parts.loaded, parts.buckets, parts.settings, *limits).lines
     assert seen == [(8, 100)]
     state = startup.slot_state_bytes(8, 100)
     assert any("sampling state" in line and f"{state / MIB:.1f} MiB" in line for line in lines)

@@ -61,7 +61,8 @@ def parts_of(folder: Path, **overrides: Any) -> Parts:
         config.prefill_buckets,
     )
     vocab = loaded.config.vocab_size
-    return Parts(config, loaded, buckets, StepSettings(config.block_size, 5, vocab, KVLayout.of(loaded.config)))
+    settings = StepSettings(config.block_size, 5, vocab, KVLayout.of(loaded.config))
+    return Parts(config, loaded, buckets, settings)
 
 
 def runner_of(parts: Parts, *, num_blocks: int = NUM_BLOCKS) -> Runner:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.models.rope import RopeConfig
 from jaxpaged.models.registry import find_model
+from jaxpaged.models.rope import RopeConfig
 from jaxpaged.outputs import LogprobDict, RequestOutput
 from tests.e2e.support import LONG, Answer, small_llm
 from tests.tiny_models import tiny_config, tiny_llama, tiny_mistral

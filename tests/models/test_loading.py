@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import json
+import math
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,8 +16,10 @@ from jaxpaged.device.step import take_apart
 from jaxpaged.errors import ModelLoadError
 from jaxpaged.models.loading import DummyReader, load_parameters
 from jaxpaged.models.registry import find_model
+from jaxpaged.models.sources import GroupedQKV, Interleaved, ParamSource, Stacked, Tensor, whole
 from jaxpaged.sharding import make_mesh, partition_spec
-from tests.tiny_models import tiny_config, tiny_weights
+from jaxpaged.weights.safetensors_reader import SafetensorsReader
+from tests.tiny_models import tiny_config, tiny_llama, tiny_weights
 
 
 class DictReader:
@@ -255,3 +261,96 @@ def test_each_parameter_has_one_source_and_fitting_axes(tied: bool) -> None:
             assert len(partition_spec(source.axes)) == len(source.axes)
         elif len(shapes[path].shape) > 1:
             raise AssertionError(f"{path} is a matrix on every device")
+
+
+# ---------------------------------------------------------------- slices and memory
+
+
+def test_host_memory_stays_below_two_tensors(tmp_path: Path) -> None:
+    """What loading holds beside the parameters that are done, at any moment."""
+    folder = tiny_llama(
+        tmp_path / "m", hidden_size=512, head_dim=128, intermediate_size=2048, num_hidden_layers=3
+    )
+    model, config = find_model(json.loads((folder / "config.json").read_text()), "here")
+    shapes = take_apart(model, config, jnp.dtype(jnp.bfloat16)).shapes
+    reader = SafetensorsReader(folder)
+    largest = max(math.prod(reader.shape(name)) * 4 for name in reader.names())
+    peaks: list[int] = []
+    done = 0
+
+    def measure(size: int) -> None:
+        nonlocal done
+        peaks.append(tracemalloc.get_traced_memory()[1] - done)
+        done = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+
+    tracemalloc.start()
+    try:
+        load_parameters(reader, model, config, shapes, make_mesh(), measure)
+    finally:
+        tracemalloc.stop()
+    assert len(peaks) == len(shapes)
+    assert largest / 2 < max(peaks) < 2 * largest, (peaks, largest)
+
+
+QKV = (Tensor("q/16x3", (16, 3)), Tensor("k/4x3", (4, 3)), Tensor("v/4x3", (4, 3)))
+
+
+def shares(source: ParamSource, shape: tuple[int, ...], axis: int, count: int) -> np.ndarray:
+    """The parameter, put together from what each of `count` devices reads."""
+    size = shape[axis] // count
+    whole = (slice(None),) * axis
+    parts = [
+        source.read(read_numbered, shape, (*whole, slice(i * size, (i + 1) * size)))
+        for i in range(count)
+    ]
+    return np.concatenate(parts, axis=axis)
+
+
+def read_numbered(name: str, index: tuple[slice, ...]) -> np.ndarray:
+    """A tensor "rowsxcolumns" whose elements are numbers of their own."""
+    shape = [int(n) for n in name.split("/")[1].split("x")]
+    start = 1000.0 * (1 + ord(name[0]))
+    return (start + np.arange(math.prod(shape), dtype=np.float32).reshape(shape))[index]
+
+
+@pytest.mark.parametrize(
+    ("source", "shape", "axis", "count"),
+    [
+        (whole("a/7x4", (7, 4)), (8, 4), 0, 4),
+        (whole("a/4x7", (4, 7)), (4, 8), 1, 2),
+        (
+            Interleaved(tensors=(Tensor("a/5x3", (5, 3)), Tensor("b/5x3", (5, 3)))),
+            (8, 2, 3),
+            0,
+            4,
+        ),
+        (
+            Interleaved(tensors=(Tensor("a/10x3", (5, 3), 0, 10), Tensor("a/10x3", (5, 3), 5, 10))),
+            (6, 2, 3),
+            0,
+            3,
+        ),
+        (GroupedQKV(tensors=QKV), (2, 6, 2, 3), 0, 2),
+        (GroupedQKV(tensors=QKV, repeat=2), (4, 4, 2, 3), 0, 4),
+        (Stacked(parts=tuple(whole(f"{n}/2x3", (2, 3)) for n in "abc")), (4, 2, 3), 0, 4),
+    ],
+)
+def test_a_device_reads_its_slice_of_the_whole(
+    source: ParamSource, shape: tuple[int, ...], axis: int, count: int
+) -> None:
+    together = source.read(read_numbered, shape, ())
+    assert together.shape == shape
+    assert (shares(source, shape, axis, count) == together).all()
+    names = {tensor.name for tensor in source.tensors}
+    stored = {x for name in names for x in read_numbered(name, ()).ravel().tolist()}
+    assert {x for x in together.ravel().tolist() if x != 0.0} == stored, "everything, and padding"
+
+
+def test_copies_of_a_kv_head_stand_beside_their_query_heads() -> None:
+    joined = GroupedQKV(tensors=QKV, repeat=2).read(read_numbered, (4, 4, 2, 3), ())
+    q, k, v = (read_numbered(tensor.name, ()).reshape(-1, 2, 3) for tensor in QKV)
+    for place in range(4):
+        assert (joined[place, :2] == q[2 * place : 2 * place + 2]).all()
+        assert (joined[place, 2] == k[place // 2]).all()
+        assert (joined[place, 3] == v[place // 2]).all()
