@@ -69,7 +69,7 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Mix
     )
 
 
-def expert_counts(reader: ConfigReader, *, experts: int, per_token: int) -> dict[str, int]:
+def expert_counts(reader: ConfigReader, *, experts: int, per_token: int) -> dict[str, Any]:
     """How many experts there are and a token is sent to, with the family's defaults."""
     given = {key: reader.integer(key) for key in EXPERT_COUNTS if reader.fields.get(key)}
     if len(set(given.values())) > 1:
