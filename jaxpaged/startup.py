@@ -74,6 +74,7 @@ def build_engine(config: EngineConfig) -> Engine:
         block_size=config.block_size,
         max_logprobs=vocab if config.max_logprobs == -1 else min(config.max_logprobs, vocab),
         valid_vocab=vocab,
+        drawable=vocab if tokenizer is None else min(vocab, tokenizer.vocab_size),
         kv_layout=KVLayout.of(loaded.config),
     )
     plan = _plan(config, loaded, buckets, settings, num_seqs, budget, fraction)

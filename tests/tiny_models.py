@@ -126,7 +126,10 @@ def tiny_tokenizer(vocab_size: int = 512) -> Tokenizer:
 
 def write_tokenizer(folder: Path, vocab_size: int = 512) -> None:
     """Save the tiny tokenizer as transformers would."""
-    tiny_tokenizer(vocab_size).save(str(folder / "tokenizer.json"))
+    tokenizer = tiny_tokenizer(vocab_size)
+    # Merges give out before 512. Ids without a token are never drawn, so the rest is filled up.
+    tokenizer.add_tokens([f"<filler {i}>" for i in range(tokenizer.get_vocab_size(), vocab_size)])
+    tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,

@@ -68,7 +68,7 @@ def make_forward(
     model = loaded.config
     backend, _ = choose_backend(attention_backend, model, block_size)
     kv_layout = KVLayout.of(model)
-    settings = StepSettings(block_size, 0, model.vocab_size, kv_layout)
+    settings = StepSettings(block_size, 0, model.vocab_size, model.vocab_size, kv_layout)
     run = _program(loaded, make_trunk(loaded.parts, backend, settings))
 
     def one(token_ids: Sequence[int]) -> Forward:

@@ -18,7 +18,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.device.cluster import choose_devices
 from jaxpaged.device.step import ModelParts, Weights, take_apart
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.loading import DummyReader, load_parameters
+from jaxpaged.models.loading import DummyReader, load_parameters, settle_tying
 from jaxpaged.models.registry import find_model
 from jaxpaged.sharding import make_mesh
 from jaxpaged.weights.reader import TensorReader, open_reader
@@ -80,14 +80,15 @@ def load_model(config: EngineConfig, source: ModelSource) -> LoadedModel:
     model_config = model_config.over(len(devices))
     mesh = make_mesh(devices)
     dtype = choose_dtype(config, source, devices[0].platform)
-    parts = take_apart(model_class, model_config, dtype)
-    shapes = parts.shapes
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes.values())
     reader: TensorReader
     if source.kind == "dummy":
         reader = DummyReader(model_class.sources(model_config), config.seed)
     else:
         reader = open_reader(source)
+        model_config = settle_tying(reader, model_class, model_config)
+    parts = take_apart(model_class, model_config, dtype)
+    shapes = parts.shapes
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes.values())
     start = time.perf_counter()
     with tqdm(
         total=total,

@@ -87,10 +87,13 @@ def sample(
     *,
     max_logprobs: int,
     valid_vocab: int,
+    drawable: int | None = None,
 ) -> SampleOutput:
     """Choose one token per row of logits [R, V]; also its raw logprobs for rows that ask.
 
-    Columns from `valid_vocab` on are padding of the weights: never drawn, probability zero.
+    Columns from `valid_vocab` on are padding of the weights: never drawn, probability zero. Those
+    from `drawable` on are tokens of the model that stand for nothing: never drawn either, but
+    their logprobs are the model's.
     Raw means before every rule and before temperature. `max_logprobs` (K) is at most V; rows use
     their first num_logprobs entries. What a row did not ask for is unspecified. Padding rows give
     token 0 and status 0.
@@ -98,6 +101,8 @@ def sample(
     flags = live_flags(state, rows)
     raw = _tidy(logits, valid_vocab)
     processed = process_logits(raw, state, rows)
+    if drawable is not None:
+        processed = _without_columns(processed, drawable)
     with jax.named_scope("draw"):
         tokens, top = _draw(processed, rows, (flags & DRAWS) != 0)
     live = rows.slot < state.history.shape[0]
@@ -175,10 +180,15 @@ def _tidy(logits: jax.Array, valid_vocab: int) -> jax.Array:
     x = logits.astype(jnp.float32)
     vocab = x.shape[1]
     assert 0 < valid_vocab <= vocab
-    if valid_vocab < vocab:
-        column = jnp.arange(vocab, dtype=jnp.int32)[None, :]
-        x = jnp.where(column < valid_vocab, x, -jnp.inf)
-    return _whole_tiles(x)
+    return _whole_tiles(_without_columns(x, valid_vocab))
+
+
+def _without_columns(x: jax.Array, first: int) -> jax.Array:
+    """Minus infinity from the column `first` on."""
+    if first >= x.shape[1]:
+        return x
+    column = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
+    return jnp.where(column < first, x, -jnp.inf)
 
 
 def _whole_tiles(x: jax.Array) -> jax.Array:

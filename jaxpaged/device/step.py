@@ -62,6 +62,9 @@ class StepSettings:
     block_size: int
     max_logprobs: int
     valid_vocab: int
+    """Rows of the head that are the model's; those behind are padding."""
+    drawable: int
+    """Of those, the ids that the tokenizer knows; the others stand for nothing."""
     kv_layout: KVLayout
 
 
@@ -170,6 +173,7 @@ def make_step(parts: ModelParts, backend: AttentionBackend, settings: StepSettin
                 sample_rows := layout.sample_rows(f["sample"], floats),
                 max_logprobs=settings.max_logprobs,
                 valid_vocab=settings.valid_vocab,
+                drawable=settings.drawable,
             )
         slots = record_tokens(state.slots, sample_rows, drawn.tokens)
         prompt = _prompt_logprobs(model, x[rows:], f["prompt_target"], settings)

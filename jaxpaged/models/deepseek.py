@@ -21,12 +21,12 @@ from jax import lax
 from jaxpaged.errors import ModelLoadError
 from jaxpaged.models.base import CausalLM, DecoderLayer, RopeTables
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.config_reader import ConfigReader
+from jaxpaged.models.config_reader import MOST_EXPERTS, ConfigReader
 from jaxpaged.models.layers import Attend, GatedMLP, LayerKV, RMSNorm, matmul, mean, param
 from jaxpaged.models.mla import LatentAttention, LatentConfig
 from jaxpaged.models.moe import Experts, in_order
 from jaxpaged.models.parallel import all_sum
-from jaxpaged.models.rope import context_length, read_rope
+from jaxpaged.models.rope import read_max_position, read_rope
 from jaxpaged.models.sources import ParamSource, under, whole
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
@@ -65,12 +65,11 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Dee
     reader = ConfigReader(fields, where)
     reader.refuse_other_maths(understood=_UNDERSTOOD)
     reader.require("hidden_act", ("silu",))
-    reader.require("pretraining_tp", (1, None))
     reader.require("mlp_bias", (False, None))
     reader.require("moe_layer_freq", (1, None))
     v3 = architecture == "DeepseekV3ForCausalLM"
     routing = _routing_v3(reader) if v3 else _routing_v2(reader)
-    heads, rotated = reader.integer("num_attention_heads"), reader.integer("qk_rope_head_dim", 64)
+    heads, rotated = reader.heads(), reader.integer("qk_rope_head_dim", 64)
     if rotated % 2:
         raise ModelLoadError(f"{where}: config qk_rope_head_dim={rotated} must be even.")
     reader.require("num_key_value_heads", (heads, None))
@@ -81,15 +80,13 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Dee
         vocab_size=reader.integer("vocab_size"),
         hidden_size=reader.integer("hidden_size"),
         intermediate_size=reader.integer("intermediate_size"),
-        num_layers=reader.integer("num_hidden_layers"),
+        num_layers=reader.layers(),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=rotated,
         norm_eps=reader.number("rms_norm_eps", 1e-6),
         rope=rope,
-        max_position=context_length(
-            rope, reader.integer("max_position_embeddings", 4096 if v3 else 2048)
-        ),
+        max_position=read_max_position(reader, rope, 4096 if v3 else 2048),
         tie_embeddings=reader.flag("tie_word_embeddings"),
         q_lora_rank=None if no_rank else reader.integer("q_lora_rank", _Q_LORA_RANK),
         kv_lora_rank=reader.integer("kv_lora_rank", 512),
@@ -110,7 +107,7 @@ def _routing_v2(reader: ConfigReader) -> dict[str, Any]:
     reader.require("rope_interleave", (True, None))
     grouped = reader.fields.get("topk_method") == "group_limited_greedy"
     return {
-        "experts": reader.integer("n_routed_experts", 64),
+        "experts": reader.integer("n_routed_experts", 64, most=MOST_EXPERTS),
         "experts_per_token": reader.integer("num_experts_per_tok"),
         "groups": reader.integer("n_group") if grouped else 1,
         "top_groups": reader.integer("topk_group") if grouped else 1,
@@ -127,7 +124,7 @@ def _routing_v3(reader: ConfigReader) -> dict[str, Any]:
     reader.require("scoring_func", ("sigmoid", None))
     reader.require("topk_method", ("noaux_tc", None))
     return {
-        "experts": reader.integer("n_routed_experts", 256),
+        "experts": reader.integer("n_routed_experts", 256, most=MOST_EXPERTS),
         "experts_per_token": reader.integer("num_experts_per_tok", 8),
         "groups": reader.integer("n_group", 8),
         "top_groups": reader.integer("topk_group", 4),

@@ -9,7 +9,7 @@ adds a norm over each head of q and k, and other rotary frequencies in the layer
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from jaxpaged.models.config_reader import FULL, SLIDING, ConfigReader
 from jaxpaged.models.layers import ACTIVATIONS, Attend, Attention, GatedMLP, LayerKV, RMSNorm
 from jaxpaged.models.rope import (
     RopeConfig,
-    context_length,
+    read_max_position,
     read_rope,
     read_rope_settings,
     rope_table,
@@ -54,7 +54,9 @@ class GemmaConfig(ModelConfig):
     """Behind attention and MLP, before they are added."""
     qk_norm: bool = False
     local_rope: RopeConfig | None = None
-    """Of the layers with a window, where they have their own."""
+    """Of the layers in `local_layers`, where they have their own."""
+    local_layers: frozenset[int] = frozenset()
+    """Those with a window, even one that the context does not exceed."""
 
 
 def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> GemmaConfig:
@@ -72,24 +74,25 @@ def _gemma1(reader: ConfigReader, architecture: str) -> GemmaConfig:
     # The first releases said "gelu" and meant the approximation.
     reader.require("hidden_act", (_GELU, "gelu"))
     reader.require("hidden_activation", (None, _GELU))
-    layers = reader.integer("num_hidden_layers")
-    return GemmaConfig(
-        **_common(reader, architecture, _one_rope(reader), kv_heads=16),
-        windows=reader.windows([FULL] * layers, None),
-    )
+    common = _common(reader, architecture, _one_rope(reader), kv_heads=16)
+    full = [FULL] * reader.layers()
+    return GemmaConfig(**common, windows=reader.windows(full, None, common["max_position"]))
 
 
 def _gemma2(reader: ConfigReader, architecture: str) -> GemmaConfig:
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     reader.refuse_other_maths(understood=("query_pre_attn_scalar", *caps))
-    reader.require("sliding_window_size", (None, reader.fields.get("sliding_window", _WINDOW)))
+    window = reader.fields.get("sliding_window", _WINDOW)
+    if window:  # else `windows` says what is wrong with it
+        reader.require("sliding_window_size", (None, window))
     reader.require("sliding_window_pattern", (None, 2))
     attention_cap, logits_cap = (
         reader.number_or_none(key, default) for key, default in zip(caps, (50.0, 30.0), strict=True)
     )
+    common = _common(reader, architecture, _one_rope(reader), kv_heads=4)
     return GemmaConfig(
-        **_common(reader, architecture, _one_rope(reader), kv_heads=4),
-        **_since_gemma2(reader, every=2),
+        **common,
+        **_since_gemma2(reader, _kinds(reader, every=2), common["max_position"]),
         attention_cap=attention_cap,
         logits_cap=logits_cap,
     )
@@ -100,10 +103,13 @@ def _gemma3(reader: ConfigReader, architecture: str) -> GemmaConfig:
     reader.refuse_other_maths(understood=("query_pre_attn_scalar", "final_logit_softcapping"))
     every = reader.integer("sliding_window_pattern", _GEMMA3_EVERY)
     global_rope, local_rope = _gemma3_ropes(reader)
+    common = _common(reader, architecture, global_rope, kv_heads=4, max_position=131_072)
+    kinds = _kinds(reader, every=every)
     return GemmaConfig(
-        **_common(reader, architecture, global_rope, kv_heads=4, max_position=131_072),
-        **_since_gemma2(reader, every=every),
+        **common,
+        **_since_gemma2(reader, kinds, common["max_position"]),
         local_rope=local_rope,
+        local_layers=frozenset(i for i, kind in enumerate(kinds) if kind == SLIDING),
         logits_cap=reader.number_or_none("final_logit_softcapping"),
         qk_norm=True,
     )
@@ -117,28 +123,31 @@ def _common(
     kv_heads: int,
     max_position: int = 8192,
 ) -> dict[str, Any]:
-    max_position = reader.integer("max_position_embeddings", max_position)
     return {
         "architecture": architecture,
         **reader.dimensions(kv_heads=kv_heads, head_dim=_HEAD_DIM),
         "norm_eps": reader.number("rms_norm_eps", 1e-6),
         "rope": rope,
-        "max_position": context_length(rope, max_position),
+        "max_position": read_max_position(reader, rope, max_position),
         "tie_embeddings": reader.flag("tie_word_embeddings", default=True),
         "bias": reader.flag("attention_bias"),
     }
 
 
-def _since_gemma2(reader: ConfigReader, *, every: int) -> dict[str, Any]:
+def _kinds(reader: ConfigReader, *, every: int) -> Sequence[str]:
     """Where `layer_types` is left out, every so many-th layer attends to all."""
-    layers = reader.integer("num_hidden_layers")
-    kinds = [SLIDING if (i + 1) % every else FULL for i in range(layers)]
+    layers = range(reader.layers())
+    return reader.layer_kinds([SLIDING if (i + 1) % every else FULL for i in layers])
+
+
+def _since_gemma2(reader: ConfigReader, kinds: Sequence[str], max_position: int) -> dict[str, Any]:
+    window = reader.fields.get("sliding_window", _WINDOW)
     reader.require("hidden_activation", (None, *ACTIVATIONS))
     return {
         "activation": reader.fields.get("hidden_activation") or _GELU,
         "scale": reader.number("query_pre_attn_scalar", _QUERY_SCALAR) ** -0.5,
         "post_norms": True,
-        "windows": reader.windows(kinds, reader.fields.get("sliding_window", _WINDOW)),
+        "windows": reader.windows(kinds, window, max_position),
     }
 
 
@@ -182,7 +191,7 @@ class GemmaLayer(DecoderLayer):
 
     def __init__(self, config: GemmaConfig, index: int, dtype: jnp.dtype) -> None:
         window = config.layer_windows[index]
-        self.table = int(config.local_rope is not None and window is not None)
+        self.table = int(config.local_rope is not None and index in config.local_layers)
         self.attention_norm = _norm(config, dtype)
         self.attention = Attention(
             config,

@@ -14,7 +14,7 @@ from jaxpaged.models.base import CausalLM, DecoderLayer, RopeTables
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.config_reader import FULL, SLIDING, ConfigReader
 from jaxpaged.models.layers import Attend, Attention, GatedMLP, LayerKV, RMSNorm
-from jaxpaged.models.rope import context_length, read_rope
+from jaxpaged.models.rope import read_max_position, read_rope
 from jaxpaged.models.sources import ParamSource, under, whole
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM")
@@ -40,7 +40,6 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Lla
     reader = ConfigReader(fields, where)
     reader.refuse_other_maths()
     reader.require("hidden_act", ("silu",))
-    reader.require("pretraining_tp", (1, None))
     llama = architecture.startswith("Llama")
     if not llama:
         reader.require("attention_bias", (False, None))
@@ -52,14 +51,15 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Lla
     longest = _MAX_POSITION if llama else _MISTRAL_MAX_POSITION
     biased = reader.flag("attention_bias")
     rope = read_rope(reader)
+    max_position = read_max_position(reader, rope, longest)
     return LlamaConfig(
         architecture=architecture,
         **dimensions,
         norm_eps=reader.number("rms_norm_eps", 1e-6),
         rope=rope,
-        max_position=context_length(rope, reader.integer("max_position_embeddings", longest)),
+        max_position=max_position,
         tie_embeddings=reader.flag("tie_word_embeddings"),
-        windows=reader.windows(kinds, window),
+        windows=reader.windows(kinds, window, max_position),
         qkv_bias=biased,
         out_bias=biased,
         mlp_bias=reader.flag("mlp_bias"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -22,6 +24,8 @@ Progress = Callable[[int], None]
 """Called with the bytes of each parameter once it is on its devices."""
 
 DUMMY_STD = 0.02
+_ROWS_COMPARED = 4096
+_log = logging.getLogger(__name__)
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _NOT_FLOAT = re.compile(r"u?int|bool|float8|[iu]\d|f8")
 
@@ -48,6 +52,35 @@ def load_parameters(
         params[path] = _load(reader, sources[path], abstract, mesh)
         progress(params[path].nbytes)
     return params
+
+
+def settle_tying(reader: TensorReader, model: type[CausalLM], config: ModelConfig) -> ModelConfig:
+    """The config with the head untied where the checkpoint brings a head of its own, with other
+    values than the embedding: as transformers does, whatever `tie_word_embeddings` says.
+    """
+    untied = dataclasses.replace(config, tie_embeddings=False)
+    names = set(reader.names())
+    sources = model.outer_sources(untied)
+    if "head" not in sources:
+        return config
+    head = sources["head"].among(names).tensors[0]
+    embedding = sources["embedding"].among(names).tensors[0]
+    if not config.tie_embeddings or not {head.name, embedding.name} <= names:
+        return config
+    if reader.shape(head.name) == reader.shape(embedding.name):
+        rows = range(0, reader.shape(head.name)[0], _ROWS_COMPARED)
+        parts = [(slice(start, start + _ROWS_COMPARED),) for start in rows]
+        if all(
+            np.array_equal(reader.read_slice(head.name, p), reader.read_slice(embedding.name, p))
+            for p in parts
+        ):
+            return config
+    _log.warning(
+        "The config ties the head to the embedding, but %s is there with values of its own: used "
+        "as it is.",
+        head.name,
+    )
+    return untied
 
 
 def _load(

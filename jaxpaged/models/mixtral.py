@@ -13,12 +13,12 @@ from jax import lax
 
 from jaxpaged.errors import ModelLoadError
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.config_reader import FULL, SLIDING, ConfigReader
+from jaxpaged.models.config_reader import FULL, MOST_EXPERTS, SLIDING, ConfigReader
 from jaxpaged.models.layers import GatedMLP, matmul, param
 from jaxpaged.models.llama import LlamaConfig, LlamaForCausalLM, LlamaLayer
 from jaxpaged.models.moe import Experts, route
 from jaxpaged.models.parallel import all_sum
-from jaxpaged.models.rope import context_length, read_rope
+from jaxpaged.models.rope import read_max_position, read_rope
 from jaxpaged.models.sources import ParamSource, under, whole
 
 ARCHITECTURES = ("MixtralForCausalLM",)
@@ -26,6 +26,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts")
 """The number of experts has both names: transformers 5 writes the other one for some families."""
 _KV_HEADS = 8
 _THETA = 1e6
+_MAX_POSITION = 131_072
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +56,15 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Mix
     window = fields.get("sliding_window")
     kinds = [FULL if window is None else SLIDING] * dimensions["num_layers"]
     rope = read_rope(reader, default_theta=_THETA)
+    max_position = read_max_position(reader, rope, _MAX_POSITION)
     return MixtureConfig(
         architecture=architecture,
         **dimensions,
         norm_eps=reader.number("rms_norm_eps", 1e-5),
         rope=rope,
-        max_position=context_length(rope, reader.integer("max_position_embeddings", 131_072)),
+        max_position=max_position,
         tie_embeddings=reader.flag("tie_word_embeddings"),
-        windows=reader.windows(kinds, window),
+        windows=reader.windows(kinds, window, max_position),
         expert_width=dimensions["intermediate_size"],
         normalise=True,
         **expert_counts(reader, experts=8, per_token=2),
@@ -71,7 +73,11 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Mix
 
 def expert_counts(reader: ConfigReader, *, experts: int, per_token: int) -> dict[str, Any]:
     """How many experts there are and a token is sent to, with the family's defaults."""
-    given = {key: reader.integer(key) for key in EXPERT_COUNTS if reader.fields.get(key)}
+    given = {
+        key: reader.integer(key, most=MOST_EXPERTS)
+        for key in EXPERT_COUNTS
+        if reader.fields.get(key)
+    }
     if len(set(given.values())) > 1:
         raise ModelLoadError(f"{reader.where}: config {given} must agree.")
     experts = next(iter(given.values()), experts)

@@ -57,7 +57,7 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> OPT
     reader = ConfigReader(fields, where)
     reader.refuse_other_maths()
     reader.require("activation_function", tuple(ACTIVATIONS))
-    hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
+    hidden, heads = reader.integer("hidden_size"), reader.heads()
     if hidden % heads:
         raise ModelLoadError(
             f"{where}: config hidden_size={hidden} is not a multiple of "
@@ -69,7 +69,7 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> OPT
         vocab_size=reader.integer("vocab_size"),
         hidden_size=hidden,
         intermediate_size=reader.integer("ffn_dim"),
-        num_layers=reader.integer("num_hidden_layers"),
+        num_layers=reader.layers(),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,

@@ -12,7 +12,7 @@ from jaxpaged.errors import UnsupportedModelError
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.config_reader import FULL, SLIDING, ConfigReader
 from jaxpaged.models.llama import LlamaConfig, LlamaForCausalLM
-from jaxpaged.models.rope import context_length, read_rope
+from jaxpaged.models.rope import read_max_position, read_rope
 from jaxpaged.models.sources import GroupedQKV, Interleaved, ParamSource, Tensor, whole
 
 ARCHITECTURES = ("Phi3ForCausalLM",)
@@ -37,10 +37,8 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Lla
             f"{where}: rope_type {rope.kind!r} is not supported for this architecture; supported: "
             "default, longrope."
         )
-    max_position = context_length(rope, reader.integer("max_position_embeddings", _CONTEXT))
+    max_position = read_max_position(reader, rope, _CONTEXT)
     window = fields.get("sliding_window")
-    if window is not None and reader.integer("sliding_window") >= max_position:
-        window = None  # it covers all there can be: 262144 in the models for 131072 tokens
     kinds = [FULL if window is None else SLIDING] * dimensions["num_layers"]
     return LlamaConfig(
         architecture=architecture,
@@ -49,7 +47,7 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Lla
         rope=rope,
         max_position=max_position,
         tie_embeddings=reader.flag("tie_word_embeddings"),
-        windows=reader.windows(kinds, window),
+        windows=reader.windows(kinds, window, max_position),
     )
 
 

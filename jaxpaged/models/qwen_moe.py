@@ -20,12 +20,14 @@ from jaxpaged.models.mixtral import (
     without_mlp,
 )
 from jaxpaged.models.moe import Experts
-from jaxpaged.models.rope import context_length, read_rope
+from jaxpaged.models.qwen import refuse_other_qwens
+from jaxpaged.models.rope import read_max_position, read_rope
 from jaxpaged.models.sources import ParamSource, under, whole
 
 ARCHITECTURES = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 _WINDOW = 4096
 _WINDOW_LAYERS = 28
+_MAX_POSITION = 32768
 
 
 def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> MixtureConfig:
@@ -33,14 +35,14 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Mix
     maths.
     """
     reader = ConfigReader(fields, where)
-    reader.refuse_other_maths(understood=(*EXPERT_COUNTS, "use_sliding_window"))
-    reader.require("hidden_act", ("silu",))
     qwen3 = architecture.startswith("Qwen3")
+    refuse_other_qwens(reader, qwen3=qwen3, understood=EXPERT_COUNTS)
     if not qwen3:
         reader.require("attention_bias", (False, None))
     dimensions = reader.dimensions(kv_heads=4 if qwen3 else 16)
     layers = dimensions["num_layers"]
     rope = read_rope(reader)
+    max_position = read_max_position(reader, rope, _MAX_POSITION)
     shared = None if qwen3 else reader.integer("shared_expert_intermediate_size", 5632)
     biased = reader.flag("attention_bias")
     return MixtureConfig(
@@ -48,9 +50,9 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Mix
         **dimensions,
         norm_eps=reader.number("rms_norm_eps", 1e-6),
         rope=rope,
-        max_position=context_length(rope, reader.integer("max_position_embeddings", 32768)),
+        max_position=max_position,
         tie_embeddings=reader.flag("tie_word_embeddings"),
-        windows=_windows(reader, layers, every_layer=qwen3),
+        windows=_windows(reader, layers, max_position, every_layer=qwen3),
         qkv_bias=biased if qwen3 else reader.flag("qkv_bias", default=True),
         out_bias=biased and qwen3,
         qk_norm=qwen3,
@@ -62,18 +64,21 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Mix
     )
 
 
-def _windows(reader: ConfigReader, layers: int, *, every_layer: bool) -> tuple[int | None, ...]:
+def _windows(
+    reader: ConfigReader, layers: int, max_position: int, *, every_layer: bool
+) -> tuple[int | None, ...]:
     """With `use_sliding_window` every layer has a window, or every other one of the first
     `max_window_layers`.
     """
     if not reader.flag("use_sliding_window"):
-        return reader.windows([FULL] * layers, None)
+        return reader.windows([FULL] * layers, None, max_position)
     window = reader.fields.get("sliding_window", _WINDOW)
     if every_layer:
-        return reader.windows([FULL if window is None else SLIDING] * layers, window)
+        kind = FULL if window is None else SLIDING
+        return reader.windows([kind] * layers, window, max_position)
     end = reader.integer("max_window_layers", _WINDOW_LAYERS, least=0)
     kinds = [SLIDING if i % 2 == 0 and i < end else FULL for i in range(layers)]
-    return reader.windows(kinds, window)
+    return reader.windows(kinds, window, max_position)
 
 
 def _dense_layers(reader: ConfigReader, layers: int) -> frozenset[int]:
@@ -81,10 +86,16 @@ def _dense_layers(reader: ConfigReader, layers: int) -> frozenset[int]:
     named = reader.fields.get("mlp_only_layers") or []
     if not isinstance(named, list) or any(type(layer) is not int for layer in named):
         raise ModelLoadError(
-            f"{reader.where}: config mlp_only_layers={named!r} must be a list of layer numbers."
+            f"{reader.where}: config mlp_only_layers={named!r:.80} must be a list of layer numbers."
+        )
+    beyond = [layer for layer in named if not 0 <= layer < layers]
+    if beyond:
+        raise ModelLoadError(
+            f"{reader.where}: config mlp_only_layers has {beyond[0]!r:.80}, but the layers are 0 to "
+            f"{layers - 1}."
         )
     step = reader.integer("decoder_sparse_step", 1)
-    return frozenset(i for i in range(layers) if i in named or (i + 1) % step)
+    return frozenset(named) | {i for i in range(layers) if (i + 1) % step}
 
 
 class QwenMoeForCausalLM(MixtralForCausalLM):

@@ -1,6 +1,6 @@
 """Settings of rotary positions as configs spell them, checked; no arithmetic on arrays.
 
-`read_rope(reader)` is what a family calls, then `context_length` for its `max_position`. Settings
+`read_rope(reader)` is what a family calls, then `read_max_position` for its `max_position`. Settings
 that transformers reads but does not use are refused where a user would expect them to act.
 """
 
@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.errors import ModelLoadError, UnsupportedModelError
-from jaxpaged.models.config_reader import ConfigReader
+from jaxpaged.models.config_reader import (
+    LARGEST_INTEGER,
+    ConfigReader,
+    is_positive_number,
+    warn_once,
+)
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -98,13 +103,28 @@ NO_ROPE = RopeConfig(1.0, "none")
 def context_length(rope: RopeConfig, max_position_embeddings: int) -> int:
     """Tokens that a model takes: the default of `max_model_len`, and its limit.
 
-    "dynamic" and "yarn" may have been set on a model that was published for less, so theirs is the
-    original context times the factor if that is more. All other kinds are as the config says:
-    published configs have counted the scaling in.
+    "linear", "dynamic" and "yarn" may have been set on a model that was published for less, so
+    theirs is the original context, where the config has it, times the factor if that is more. All
+    other kinds are as the config says: published configs have counted the scaling in.
     """
-    if rope.kind in ("dynamic", "yarn"):
+    if rope.kind in ("linear", "dynamic", "yarn"):
         return max(max_position_embeddings, int(rope.original_max_position * rope.factor))
     return max_position_embeddings
+
+
+def read_max_position(reader: ConfigReader, rope: RopeConfig, default: int) -> int:
+    """`context_length` of `max_position_embeddings`, `default` where the config leaves that out.
+
+    Older models that were trained further with "linear" or "dynamic" (vicuna-16k) have their
+    context in `max_sequence_length` or `seq_length`, and in `max_position_embeddings` the one from
+    before.
+    """
+    longest = context_length(rope, reader.integer("max_position_embeddings", default))
+    if rope.kind in ("linear", "dynamic"):
+        for key in ("max_sequence_length", "seq_length"):
+            if type(reader.fields.get(key)) is int:
+                longest = max(longest, reader.integer(key))
+    return longest
 
 
 def read_rope(
@@ -154,6 +174,22 @@ def read_rope_settings(
     default_theta: float = 10000.0,
 ) -> RopeConfig:
     """One set of rope settings: that of the model, or of one of its layer types."""
+    rope = _read_settings(reader, scaling, head_dim, partial, default_theta)
+    if rope.original_max_position * rope.factor > LARGEST_INTEGER:
+        raise ModelLoadError(
+            f"{reader.where}: config factor={rope.factor} times the original context of "
+            f"{rope.original_max_position} tokens must be at most {LARGEST_INTEGER}."
+        )
+    return rope
+
+
+def _read_settings(
+    reader: ConfigReader,
+    scaling: Mapping[str, Any],
+    head_dim: int | None,
+    partial: bool,
+    default_theta: float,
+) -> RopeConfig:
     where = reader.where
     kind = _kind(scaling, where)
     _refuse_settings_of_others(scaling, kind, where)
@@ -163,7 +199,9 @@ def read_rope_settings(
         return RopeConfig(theta, partial=share)
     inner = ConfigReader(scaling, where)
     if kind == "linear":
-        return RopeConfig(theta, kind, inner.number("factor"), partial=share)
+        original = _original(reader, inner, 0)
+        factor = inner.number("factor")
+        return RopeConfig(theta, kind, factor, original_max_position=original, partial=share)
     if kind == "dynamic":
         return _dynamic(reader, inner, theta, share)
     original = _original(reader, inner)
@@ -172,7 +210,7 @@ def read_rope_settings(
     if kind == "yarn":
         return _yarn(reader, inner, theta, original, share)
     if head_dim is None:
-        heads = reader.integer("num_attention_heads")
+        heads = reader.heads()
         head_dim = reader.head_dim(reader.integer("hidden_size"), heads)
     return _longrope(reader, inner, theta, original, share, head_dim)
 
@@ -200,6 +238,12 @@ def _refuse_settings_of_others(scaling: Mapping[str, Any], kind: str, where: str
     for key, neutral in _NEUTRAL.items():
         if key in KINDS[kind] or scaling.get(key) in neutral:
             continue
+        if kind == "yarn" and key == "attn_factor":  # in DeepSeek-R1-0528-Qwen3-8B
+            warn_once(
+                f"{where}: rope setting attn_factor={scaling[key]!r} is not used with rope_type "
+                "'yarn', as in transformers; the setting with an effect is attention_factor."
+            )
+            continue
         raise UnsupportedModelError(
             f"{where}: rope setting {key}={scaling[key]!r} has no meaning for rope_type {kind!r}, "
             f"whose settings are: {', '.join(KINDS[kind]) or 'none'}. Leave it out, or name the "
@@ -208,9 +252,14 @@ def _refuse_settings_of_others(scaling: Mapping[str, Any], kind: str, where: str
 
 
 def _partial(reader: ConfigReader, scaling: Mapping[str, Any], allowed: bool) -> float:
-    share = 1.0
-    for fields in (reader.fields, scaling):  # the inner one counts
-        share = reader.number_in(fields, "partial_rotary_factor", share)
+    key = "partial_rotary_factor"
+    outer = reader.number_in(reader.fields, key, 1.0)
+    share = reader.number_in(scaling, key, outer)
+    if reader.fields.get(key) is not None and share != outer:
+        raise ModelLoadError(
+            f"{reader.where}: config {key}={outer!r} contradicts the {share!r} in the rope "
+            "settings; leave one out."
+        )
     if share != 1.0 and not allowed:
         raise UnsupportedModelError(
             f"{reader.where}: config partial_rotary_factor={share!r} is not supported for this "
@@ -223,12 +272,14 @@ def _partial(reader: ConfigReader, scaling: Mapping[str, Any], allowed: bool) ->
     return share
 
 
-def _original(reader: ConfigReader, inner: ConfigReader) -> int:
-    """`original_max_position_embeddings`: beside the rope settings, else in them, else all."""
+def _original(reader: ConfigReader, inner: ConfigReader, default: int | None = None) -> int:
+    """`original_max_position_embeddings`: beside the rope settings, else in them, else `default`,
+    and where that is None all positions.
+    """
     for each in (reader, inner):
         if each.fields.get("original_max_position_embeddings") is not None:
             return each.integer("original_max_position_embeddings")
-    return reader.integer("max_position_embeddings")
+    return reader.integer("max_position_embeddings") if default is None else default
 
 
 def _ratio(reader: ConfigReader, original: int) -> float:
@@ -274,6 +325,10 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 def _yarn(
     reader: ConfigReader, inner: ConfigReader, theta: float, original: int, share: float
 ) -> RopeConfig:
+    if theta <= 1.0:
+        raise ModelLoadError(
+            f"{inner.where}: config rope_theta={theta} must be above 1 for rope_type 'yarn'."
+        )
     fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
     if fast < slow:
         raise ModelLoadError(
@@ -330,15 +385,10 @@ def _longrope(
 def _factors(inner: ConfigReader, key: str, count: int) -> tuple[float, ...]:
     """A divisor for each rotated pair of dimensions."""
     values = inner.fields.get(key)
-    good = isinstance(values, list) and all(
-        isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) and v > 0
-        for v in values
-    )
-    if not good:
+    if not isinstance(values, list) or not all(map(is_positive_number, values)):
         raise ModelLoadError(
             f"{inner.where}: config {key!r} must be a list of positive numbers, got {values!r:.80}."
         )
-    assert isinstance(values, list)
     if len(values) != count:
         raise ModelLoadError(
             f"{inner.where}: config {key!r} must have {count} numbers, one for each pair of "

@@ -61,7 +61,7 @@ def parts_of(folder: Path, **overrides: Any) -> Parts:
         config.prefill_buckets,
     )
     vocab = loaded.config.vocab_size
-    settings = StepSettings(config.block_size, 5, vocab, KVLayout.of(loaded.config))
+    settings = StepSettings(config.block_size, 5, vocab, vocab, KVLayout.of(loaded.config))
     return Parts(config, loaded, buckets, settings)
 
 

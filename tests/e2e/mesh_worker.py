@@ -1,39 +1,71 @@
-"""Runs engines over several virtual CPU devices, in a process of its own.
+"""Runs engines in processes of their own: over several virtual CPU devices, or two at a time.
 
-    python -m tests.e2e.mesh_worker DEVICES < jobs.json > results.json
-
-The number of devices has to be chosen before JAX starts, so tests start this with a list of jobs;
-each names a function of this module, and gives it arguments.
+The number of devices has to be chosen before JAX starts, so tests hand over a list of jobs; each
+names a function of this module and gives it arguments. Programs are compiled with less effort, as
+most of their time goes into compiling.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+Job = tuple[str, dict[str, Any]]
 
 
-def run_jobs(devices: int, jobs: list[tuple[str, dict[str, Any]]], timeout: int = 900) -> list[Any]:
-    """The results of the jobs, from a new process."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.mesh_worker"],
-        input=json.dumps(jobs),
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    results: list[Any] = json.loads(run.stdout.splitlines()[-1])
+def run_jobs(devices: int, jobs: list[Job], *, workers: int = 2, timeout: int = 1800) -> list[Any]:
+    """The results of the jobs, from new processes that share them."""
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    workers = min(workers, len(jobs))
+    results: list[Any] = [None] * len(jobs)
+    end = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder:
+        running = []
+        for number in range(workers):
+            work, out = Path(folder) / f"{number}.json", Path(folder) / f"{number}.pickle"
+            work.write_text(json.dumps(jobs[number::workers]))
+            log = Path(folder) / f"{number}.log"
+            with log.open("w") as stream:
+                run = subprocess.Popen(
+                    [sys.executable, "-m", "tests.e2e.mesh_worker", str(work), str(out)],
+                    env=environment,
+                    cwd=ROOT,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                )
+            running.append((run, out, log))
+        try:
+            for number, (run, out, log) in enumerate(running):
+                status = run.wait(timeout=max(1.0, end - time.monotonic()))
+                assert status == 0, log.read_text()[-4000:]
+                results[number::workers] = pickle.loads(out.read_bytes())
+        finally:
+            for run, _, _ in running:
+                run.kill()
+                run.wait()
     return results
+
+
+def greedy(folder: str, prompts: list[list[int]], count: int, engine: dict[str, Any]) -> list[Any]:
+    """Greedy outputs with logprobs of prompt and output."""
+    from jaxpaged import SamplingParams
+    from tests.e2e.support import small_llm
+
+    params = SamplingParams(
+        temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=5, prompt_logprobs=5
+    )
+    with small_llm(folder, **engine) as llm:
+        return llm.generate(prompts, params, use_tqdm=False)
 
 
 def tokens(
@@ -118,8 +150,9 @@ def collectives(runner: Any, prompt_tokens: int) -> list[list[Any]]:
 
 
 def main() -> None:
-    results = [globals()[name](**arguments) for name, arguments in json.load(sys.stdin)]
-    print(json.dumps(results))  # noqa: T201
+    work, out = map(Path, sys.argv[1:])
+    results = [globals()[name](**arguments) for name, arguments in json.loads(work.read_text())]
+    out.write_bytes(pickle.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The same model out of a GGUF file, or an Orbax checkpoint on several devices, gives its tokens."""
+"""A model out of a GGUF file, or an Orbax checkpoint on several devices, gives the same tokens."""
 
 from __future__ import annotations
 
@@ -6,28 +6,40 @@ from pathlib import Path
 
 import pytest
 
-from jaxpaged import SamplingParams
 from jaxpaged.convert import convert
-from tests.e2e.mesh_worker import run_jobs
-from tests.e2e.support import LONG, small_llm
+from tests.e2e.mesh_worker import Job, run_jobs
+from tests.e2e.support import LONG
 from tests.gguf_writer import write_gguf
-from tests.zoo.case import all_cases, fill, stored, write_case
+from tests.zoo.case import Case, all_cases, fill, stored, write_case
 
 CASES = {case.name: case for case in all_cases()}
 
 
+def job(case: Case, model: Path, *, size: int) -> Job:
+    arguments = {
+        "folder": str(model),
+        "size": size,
+        "prompts": case.prompt_ids(),
+        "count": case.count,
+        "engine": {**LONG, **case.engine, "skip_tokenizer_init": True},
+    }
+    return "tokens", arguments
+
+
+def expected(case: Case) -> list[list[int]]:
+    return [output["token_ids"] for output in stored(case)["outputs"]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["qwen2", "gemma2", "phi3-window", "mixtral", "qwen3-moe", "deepseek-v3"]
-)
-def test_gguf_gives_the_tokens_of_safetensors(name: str, tmp_path: Path) -> None:
-    case, about = CASES[name], stored(CASES[name])
-    path = write_gguf(tmp_path / "model.gguf", about["config"], fill(about["tensors"]))
-    params = SamplingParams(temperature=0.0, max_tokens=case.count, ignore_eos=True)
-    with small_llm(path, skip_tokenizer_init=True, **{**LONG, **case.engine}) as llm:
-        outputs = llm.generate(case.prompt_ids(), params, use_tqdm=False)
-    expected = [output["token_ids"] for output in about["outputs"]]
-    assert [output.outputs[0].token_ids for output in outputs] == expected
+def test_gguf_gives_the_tokens_of_safetensors(tmp_path: Path) -> None:
+    names = ["qwen2", "gemma2", "phi3-window", "mixtral", "qwen3-moe", "deepseek-v3"]
+    jobs = []
+    for name in names:
+        about = stored(CASES[name])
+        path = write_gguf(tmp_path / f"{name}.gguf", about["config"], fill(about["tensors"]))
+        jobs.append(job(CASES[name], path, size=1))
+    for name, found in zip(names, run_jobs(1, jobs), strict=True):
+        assert found == expected(CASES[name]), name
 
 
 @pytest.mark.slow
@@ -37,18 +49,5 @@ def test_an_orbax_checkpoint_on_another_mesh(tmp_path: Path) -> None:
     folder = write_case(tmp_path / "model", case)
     target = convert(str(folder), tmp_path / "orbax", progress=False)
     assert not list(target.glob("*.safetensors"))
-    jobs = [
-        (
-            "tokens",
-            {
-                "folder": str(target),
-                "size": size,
-                "prompts": case.prompt_ids(),
-                "count": case.count,
-                "engine": {**LONG, **case.engine},
-            },
-        )
-        for size in (1, 2, 4)
-    ]
-    expected = [output["token_ids"] for output in stored(case)["outputs"]]
-    assert run_jobs(4, jobs) == [expected] * 3
+    jobs = [job(case, target, size=size) for size in (1, 2, 4)]
+    assert run_jobs(4, jobs) == [expected(case)] * 3

@@ -7,19 +7,40 @@ from typing import Any
 
 import pytest
 
-from jaxpaged import SamplingParams
+from jaxpaged import RequestOutput
 from jaxpaged.models.registry import supported_architectures
-from tests.e2e.support import LONG, small_llm
+from tests.e2e.mesh_worker import run_jobs
+from tests.e2e.support import LONG
 from tests.zoo.case import HAS_TORCH, Case, all_cases, stored, write_case
 
 CASES = {case.name: case for case in all_cases()}
 STORED_TOLERANCE = 1e-3
 
 
-def greedy(case: Case) -> SamplingParams:
-    return SamplingParams(
-        temperature=0.0, max_tokens=case.count, ignore_eos=True, logprobs=5, prompt_logprobs=5
-    )
+@pytest.fixture(scope="module")
+def answers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, list[RequestOutput]]]:
+    """Name -> checkpoint and outputs, of the cases that the tests to run are about."""
+    chosen = {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if "answers" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec")
+    }
+    names = [name for name in CASES if name in chosen]
+    root = tmp_path_factory.mktemp("families")
+    folders = [write_case(root / name, CASES[name]) for name in names]
+    jobs = [("greedy", job(CASES[n], folder)) for n, folder in zip(names, folders, strict=True)]
+    return dict(zip(names, zip(folders, run_jobs(1, jobs), strict=True), strict=True))
+
+
+def job(case: Case, folder: Path) -> dict[str, Any]:
+    return {
+        "folder": str(folder),
+        "prompts": case.prompt_ids(),
+        "count": case.count,
+        "engine": {**LONG, **case.engine},
+    }
 
 
 def test_no_architecture_is_without_a_case() -> None:
@@ -28,15 +49,14 @@ def test_no_architecture_is_without_a_case() -> None:
 
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch, the oracle")
 @pytest.mark.parametrize("name", CASES)
-def test_equal_to_transformers(name: str, tmp_path: Path) -> None:
+def test_equal_to_transformers(
+    name: str, answers: dict[str, tuple[Path, list[RequestOutput]]]
+) -> None:
     from tests.e2e import oracle
     from tests.e2e.test_parity_torch import check_against, check_prompt
 
-    case = CASES[name]
-    folder = write_case(tmp_path / "model", case)
+    case, (folder, outputs) = CASES[name], answers[name]
     model = oracle.from_folder(folder)
-    with small_llm(folder, **{**LONG, **case.engine}) as llm:
-        outputs = llm.generate(case.prompt_ids(), greedy(case), use_tqdm=False)
     for output in outputs:
         if case.one_pass:
             check_against(model, output, case.tolerance)
@@ -49,13 +69,10 @@ def test_equal_to_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(HAS_TORCH, reason="torch is here: compared with it directly")
 @pytest.mark.parametrize("name", CASES)
-def test_equal_to_the_stored_outputs(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    expected = stored(case)["outputs"]
-    folder = write_case(tmp_path / "model", case)
-    with small_llm(folder, **{**LONG, **case.engine}) as llm:
-        outputs = llm.generate(case.prompt_ids(), greedy(case), use_tqdm=False)
-    for output, wanted in zip(outputs, expected, strict=True):
+def test_equal_to_the_stored_outputs(
+    name: str, answers: dict[str, tuple[Path, list[RequestOutput]]]
+) -> None:
+    for output, wanted in zip(answers[name][1], stored(CASES[name])["outputs"], strict=True):
         assert output.outputs[0].token_ids == wanted["token_ids"]
         assert prompt_logprobs(output) == pytest.approx(wanted["prompt"], abs=STORED_TOLERANCE)
 
