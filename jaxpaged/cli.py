@@ -7,21 +7,24 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from jaxpaged import __version__, batch, flags, jobs
 from jaxpaged.config import EngineConfig
-from jaxpaged.errors import JaxpagedError
+from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.sampling_params import SamplingParams
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 # --seed is the engine's, as everywhere else.
 SAMPLING_CLASHES = {"seed": "sampling"}
@@ -46,7 +49,8 @@ CONVERT_EPILOG = """\
 SRC is a folder, a .gguf file, a hub id (or owner/name/FILE.gguf), the alias of the embedded model,
 or a folder with an Orbax checkpoint. DST appears whole or not at all: it holds config.json, the
 tokenizer, and the weights under their Hugging Face names, on which any mesh can load them.
-Exit status: 0, 1 when writing failed, 2 for wrong arguments or a broken SRC, 130 after Ctrl-C.
+Exit status: 0, 1 when writing failed, 2 for wrong arguments or a broken SRC, 130 after Ctrl-C,
+143 after SIGTERM.
 """
 
 
@@ -57,9 +61,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     logging.getLogger("jaxpaged").setLevel(logging.INFO)
+    status = _run(args)
+    if status != 0 and getattr(args, "EngineConfig.num_processes", 1) != 1:
+        # The others may wait for this process in the middle of a step, and at its usual exit JAX
+        # would wait for them. They see its connections close.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError):
+                stream.flush()
+        os._exit(status)
+    return status
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         status: int = args.command(args)
         return status
+    except EngineDeadError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_FAILED
     except batch.OutputError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_FAILED
@@ -197,19 +216,41 @@ def run_convert(args: argparse.Namespace) -> int:
     from jaxpaged import convert  # not for --help: it brings numpy, TensorStore, tokenizers
 
     try:
-        convert.convert(
-            args.src,
-            args.dst,
-            dtype=args.dtype,
-            to=args.to,
-            max_shard_size=args.max_shard_size,
-            revision=args.revision,
-            progress=not args.disable_progress,
-        )
+        with _terminated_by_exception():
+            convert.convert(
+                args.src,
+                args.dst,
+                dtype=args.dtype,
+                to=args.to,
+                max_shard_size=args.max_shard_size,
+                revision=args.revision,
+                progress=not args.disable_progress,
+            )
     except convert.ConvertError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_FAILED
     return 0
+
+
+@contextmanager
+def _terminated_by_exception() -> Iterator[None]:
+    """SIGTERM raises `SystemExit`, so that what was begun is cleaned up as after Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one is not to stop the cleaning
+        sys.exit(EXIT_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    except SystemExit:  # after the progress bar's last line
+        sys.stderr.write("terminated\n")
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _read_jobs(args: argparse.Namespace, params: dict[str, Any]) -> list[jobs.Job]:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from jaxpaged import checks
 from jaxpaged.config import EngineConfig
-from jaxpaged.errors import ConfigError, JaxpagedError, ModelLoadError
+from jaxpaged.errors import ConfigError, JaxpagedError, ModelLoadError, UnsupportedModelError
 from jaxpaged.text.gguf_tokenizer import build_gguf_tokenizer
 from jaxpaged.weights.gguf_file import GGUFFile
 from jaxpaged.weights.reader import TensorReader, open_reader
@@ -80,15 +80,18 @@ def convert(
     so do those in float64.
     `to` is orbax, or safetensors in files of `max_shard_size` bytes; None takes orbax, or
     safetensors when `src` is Orbax already. The folder appears whole or not at all. Raises
-    `ConfigError` for wrong arguments, `ModelLoadError` for what is wrong with `src`, and
+    `ConfigError` for wrong arguments, `ModelLoadError` for what is wrong with `src` (also if its
+    tensors are not those of its config, where the engine knows the architecture), and
     `ConvertError` when writing fails.
     """
     shard_bytes = _check_arguments(dtype, to, max_shard_size)
-    target = _check_target(Path(dst).expanduser())
+    target = _check_target(Path(dst))
     source = resolve_source(EngineConfig(model=src, revision=revision))
+    _check_apart(target, Path(src).expanduser(), source)
     to = to or ("safetensors" if source.kind == "orbax" else "orbax")
     reader = open_reader(source)
     try:
+        _check_fit(source, reader)
         tensors = [_lazy(reader, name, dtype) for name in reader.names()]
         total = sum(t.nbytes for t in tensors)
         if not total:
@@ -140,12 +143,39 @@ def _check_arguments(dtype: str, to: str | None, max_shard_size: int | str) -> i
 
 
 def _check_target(dst: Path) -> Path:
-    target = dst.resolve()
-    if target.exists() and not target.is_dir():
+    try:
+        target = dst.expanduser().resolve()
+        exists = target.exists()
+        full = exists and target.is_dir() and any(target.iterdir())
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL in it, no such user
+        raise ConfigError(f"{str(dst)!r:.200} cannot be the new folder: {error}.") from error
+    if exists and not target.is_dir():
         raise ConfigError(f"{dst} exists and is not a folder; give the path of a new one.")
-    if target.exists() and any(target.iterdir()):
+    if full:
         raise ConfigError(f"{dst} exists and is not empty; give the path of a new folder.")
     return target
+
+
+def _check_apart(target: Path, given: Path, source: ModelSource) -> None:
+    """A model within a model's folder would be found, or copied, as a part of that."""
+    folder = given if given.is_dir() else source.path  # a hub id's is in the cache
+    if folder.is_dir() and target.is_relative_to(folder.resolve()):
+        raise ConfigError(f"{target} is inside {folder}, the model to convert; choose another.")
+
+
+def _check_fit(source: ModelSource, reader: TensorReader) -> None:
+    """As when the model is loaded: a conversion of the wrong tensors would look whole."""
+    from jaxpaged.models import loading, registry  # jax, which takes a second to import
+
+    try:
+        model, config = registry.find_model(source.hf_config, str(source.path))
+    except UnsupportedModelError as error:
+        _log.warning("Whether the tensors fit the config is not checked. %s", error)
+        return
+    config = loading.settle_tying(reader, model, config)
+    names = set(reader.names())
+    sources = {path: each.among(names) for path, each in model.sources(config).items()}
+    loading.check_tensors(reader, model, config, sources)
 
 
 def _lazy(reader: TensorReader, name: str, dtype: str) -> LazyTensor:

@@ -284,7 +284,15 @@ class Engine:
     def _recover(self, failed: list[ScheduledStep], error: Exception) -> None:
         """After a failed step the donated pool is gone: end what was in it, recompute the rest on a
         new pool.
+
+        Raises `EngineDeadError` where other processes run the same steps: they would go on.
         """
+        if not self.runner.alone:
+            self._closed = True
+            raise EngineDeadError(
+                f"A step failed, and the other processes cannot start over with this one: "
+                f"{_told(error)}. Start all of them again."
+            ) from error
         _log.error("A step failed; recomputing all other requests.", exc_info=error)
         # Steps launched before the failed one do not depend on it: their tokens are good.
         while self._in_flight:
@@ -300,6 +308,9 @@ class Engine:
 
     def _drop_in_flight(self, error: BaseException) -> None:
         """A step was cut off anywhere: what is on its way is lost, all others are recomputed."""
+        if not self.runner.alone:
+            self._closed = True
+            return
         self._in_flight.clear()
         text = f"The step that computed this request was cut off: {_told(error)}"
         self._start_over(list(self.scheduler.in_flight), text)

@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.device.cluster import agree
 from jaxpaged.engine import Engine
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.intake import Prompt
@@ -176,6 +177,8 @@ class LLM:
                     where = f"prompt {i}: " if len(prompts) > 1 else ""
                     raise InvalidRequestError(f"{where}{error}", error.param, i) from error
                 ids.append(request_id)
+            # Several processes plan the same steps only if they were given the same work.
+            agree("prompts or sampling parameters", repr([list(prompts), params, priority]))
             with _ProgressBar(len(ids), disable=not use_tqdm) as bar:
                 while len(done) < len(ids):
                     for output in self.engine.step():

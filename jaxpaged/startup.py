@@ -20,7 +20,7 @@ from jaxpaged.config import (
 from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
 from jaxpaged.device.attention import choose_backend
 from jaxpaged.device.buckets import Buckets, choose_buckets
-from jaxpaged.device.cluster import join, least
+from jaxpaged.device.cluster import agree, join, least
 from jaxpaged.device.kv_cache import KVLayout
 from jaxpaged.device.memory_plan import (
     MemoryInputs,
@@ -63,6 +63,7 @@ def build_engine(config: EngineConfig) -> Engine:
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source, config)
     use_compile_cache(config)
     loaded = load_model(config, source)
+    agree("models", repr(loaded.config))
     num_seqs, budget = _batch_limits(config)
     buckets = choose_buckets(
         num_seqs, budget, decode=config.decode_buckets, prefill=config.prefill_buckets

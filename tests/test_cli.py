@@ -609,18 +609,27 @@ class TestConvert:
         assert "error: There is not enough room" in capsys.readouterr().err
         assert os.listdir(tmp_path) == ["src"]
 
-    def test_ctrl_c_while_writing_leaves_nothing(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("number", "status", "last"),
+        [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "terminated\n")],
+    )
+    @pytest.mark.parametrize("to", ["orbax", "safetensors"])
+    def test_signals_while_writing_leave_nothing(
+        self, tmp_path: Path, to: str, number: signal.Signals, status: int, last: str
+    ) -> None:
         """A real process and a real signal, sent when the first bytes are there."""
-        src = tiny_llama(tmp_path / "src")
+        src = tiny_llama(tmp_path / "src", architectures=["Other"])  # so any tensors will do
         large = {f"w{i}": np.zeros((4096, 4096), np.float32) for i in range(8)}  # 512 MiB
         save_file(large, src / "model.safetensors")
         command = [sys.executable, "-m", "jaxpaged", "convert", str(src), str(tmp_path / "dst")]
+        command += ["--to", to]
         run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 60
-        while not any(tmp_path.glob(".dst.*.partial/orbax/*")) and time.monotonic() < deadline:
+        begun = ".dst.*.partial/" + ("orbax/*" if to == "orbax" else "*")
+        while not any(tmp_path.glob(begun)) and time.monotonic() < deadline:
             time.sleep(0.001)
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
         _, errors = run.communicate(timeout=60)
-        assert run.returncode == 130, errors
-        assert errors.endswith("interrupted\n")
+        assert run.returncode == status, errors
+        assert errors.endswith(last)
         assert os.listdir(tmp_path) == ["src"]

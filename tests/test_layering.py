@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "startup": ENGINE_SIDE | {"engine", "intake"},
     "llm": ENGINE_SIDE | {"engine", "intake", "startup"},
     "flags": BASE,
-    "convert": BASE | {"weights", "text"},
+    "convert": BASE | {"weights", "text", "models"},
     "jobs": BASE,
     "batch": BASE | {"llm", "jobs"},
     "cli": COMMAND_SIDE,

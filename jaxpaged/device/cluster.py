@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import logging
+import socket
+import time
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.experimental import multihost_utils
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+
+MEETING_SECONDS = 120
+"""How long a process waits for the others at the start."""
+_LOCAL_SETTINGS = (
+    *("process_id", "disable_progress", "model", "tokenizer", "compile_cache_dir"),
+    *("chat_template", "coordinator"),
+)
+"""Settings that may differ between processes: paths, and what only this process shows."""
 
 
 def join(config: EngineConfig) -> None:
@@ -22,11 +35,14 @@ def join(config: EngineConfig) -> None:
     """
     if config.num_processes == 1 or jax.distributed.is_initialized():
         return
+    if config.process_id > 0:
+        _reach(str(config.coordinator))  # JAX aborts the process when nobody is there
     try:
         jax.distributed.initialize(
             coordinator_address=config.coordinator,
             num_processes=config.num_processes,
             process_id=config.process_id,
+            initialization_timeout=MEETING_SECONDS,
         )
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -41,6 +57,39 @@ def join(config: EngineConfig) -> None:
         jax.local_device_count(),
         jax.device_count(),
     )
+    settings = dataclasses.asdict(config)
+    for name in _LOCAL_SETTINGS:
+        del settings[name]
+    agree("settings", repr(sorted(settings.items())))
+
+
+def _reach(coordinator: str) -> None:
+    """Wait until something listens at the coordinator's address."""
+    host, _, port = coordinator.rpartition(":")
+    end = time.monotonic() + MEETING_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end or isinstance(error, socket.gaierror):
+                raise ConfigError(
+                    f"coordinator={coordinator!r} cannot be reached: {error}. Start process 0 "
+                    "there, or correct the address."
+                ) from error
+        time.sleep(0.5)
+
+
+def agree(what: str, value: str) -> None:
+    """Raises `ConfigError` unless every process has the same value. All of them must call it."""
+    if jax.process_count() == 1:
+        return
+    digest = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.int32)
+    if not (_everywhere(digest) == digest).all():
+        raise ConfigError(
+            f"The processes were started with different {what}; they must be the same, since all "
+            "of them compute the same steps."
+        )
 
 
 def choose_devices(config: EngineConfig) -> list[jax.Device]:
@@ -78,5 +127,12 @@ def least(value: int) -> int:
     """The smallest of the processes' values: what all of them have room for."""
     if jax.process_count() == 1:
         return value
-    everywhere = multihost_utils.process_allgather(np.asarray(value, np.int64))
-    return int(np.min(everywhere))
+    return int(np.min(_everywhere(np.asarray([value], np.int32))))
+
+
+def _everywhere(value: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Every process's value, one a row."""
+    try:
+        return np.asarray(multihost_utils.process_allgather(value))
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"Another process has ended or failed: {error}") from error

@@ -96,6 +96,11 @@ class Runner:
         self._admit = _jit_admit(self)
         self._state: EngineState | None = self._first_state()
 
+    @property
+    def alone(self) -> bool:
+        """False if other processes run the same steps: none of them may leave the common order."""
+        return bool(jax.process_count() == 1)
+
     # ------------------------------------------------------------------ state
 
     def _first_state(self) -> EngineState:
@@ -277,7 +282,7 @@ def over_mesh(step: StepFunction, loaded: LoadedModel) -> StepFunction:
     if loaded.mesh.size == 1:
         return step
     everywhere: Any = PartitionSpec()
-    state = state_specs(loaded.config)
+    mesh, state = loaded.mesh, state_specs(loaded.config)  # the closure must not keep the weights
     weights = jax.tree.map(lambda leaf: leaf.sharding.spec, loaded.weights)
 
     def sharded(
@@ -290,7 +295,7 @@ def over_mesh(step: StepFunction, loaded: LoadedModel) -> StepFunction:
 
         run = jax.shard_map(
             on_device,
-            mesh=loaded.mesh,
+            mesh=mesh,
             in_specs=(weights, state, everywhere, everywhere),
             out_specs=(state, StepOutput(everywhere, everywhere)),
             check_vma=False,

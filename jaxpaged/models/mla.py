@@ -70,6 +70,8 @@ def head_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     With the weights contracted on their last axis XLA:CPU gives a token the same bits beside any
     number of others (8 to 1,056 tried); contracted on the middle one, other bits from 40 on.
     """
+    if weight.shape[0] == 1:  # one matrix product, which XLA:CPU splits by the rows otherwise
+        return matmul(x[:, 0], weight[0])[:, None]
     product = lax.dot_general(
         x.astype(weight.dtype),
         weight,

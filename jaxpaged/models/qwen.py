@@ -53,7 +53,7 @@ def refuse_other_qwens(
     """Refuse the maths of others. The third generation always has norms over heads, and some of its
     configs say so.
     """
-    own = ("use_qk_norm",) if qwen3 else ()
+    own = ("use_sliding_window", "use_qk_norm") if qwen3 else ("use_sliding_window",)
     reader.refuse_other_maths(understood=(*understood, *own))
     reader.require("hidden_act", ("silu",))
     if qwen3:

@@ -91,8 +91,8 @@ def _dense_layers(reader: ConfigReader, layers: int) -> frozenset[int]:
     beyond = [layer for layer in named if not 0 <= layer < layers]
     if beyond:
         raise ModelLoadError(
-            f"{reader.where}: config mlp_only_layers has {beyond[0]!r:.80}, but the layers are 0 to "
-            f"{layers - 1}."
+            f"{reader.where}: config mlp_only_layers has {beyond[0]!r:.80}, but the layers are "
+            f"0 to {layers - 1}."
         )
     step = reader.integer("decoder_sparse_step", 1)
     return frozenset(named) | {i for i in range(layers) if (i + 1) % step}

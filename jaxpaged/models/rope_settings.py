@@ -1,7 +1,7 @@
 """Settings of rotary positions as configs spell them, checked; no arithmetic on arrays.
 
-`read_rope(reader)` is what a family calls, then `read_max_position` for its `max_position`. Settings
-that transformers reads but does not use are refused where a user would expect them to act.
+`read_rope(reader)` is what a family calls, then `read_max_position`. Settings that transformers
+reads but does not use are refused where a user would expect them to act.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
+_MAX_RANK = 64  # NumPy's
 _FLOATS: dict[str, type] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -186,6 +187,8 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         header = json.loads(raw)
     except ValueError as error:
         raise ModelLoadError(f"{path} has a damaged header: {error}.") from error
+    except RecursionError:
+        raise ModelLoadError(f"{path} has a damaged header: it nests too deeply.") from None
     if not isinstance(header, dict):
         raise ModelLoadError(f"{path} has a damaged header: not a JSON object.")
     header.pop("__metadata__", None)
@@ -198,11 +201,12 @@ def _parse(path: Path, name: str, info: Any, data_start: int) -> _Entry:
     try:
         dtype, shape = info["dtype"], tuple(info["shape"])
         start, stop = info["data_offsets"]
-        whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        whole = isinstance(dtype, str) and len(shape) <= _MAX_RANK
+        whole &= all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, stop))
     except (TypeError, KeyError, ValueError):
         whole = False
     if not whole:
-        raise ModelLoadError(f"{path} has a damaged header: tensor {name!r} is {info!r}.")
+        raise ModelLoadError(f"{path} has a damaged header: tensor {name!r} is {info!r:.200}.")
     width = np.dtype(_FLOATS[dtype]).itemsize if dtype in _FLOATS else _OTHER_WIDTHS.get(dtype)
     if width is None:
         raise ModelLoadError(

@@ -103,6 +103,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelLoadError(f"Cannot read {path}: {error.strerror}.") from error
     except ValueError as error:  # broken JSON, or not UTF-8
         raise ModelLoadError(f"{path} is not valid JSON: {error}.") from error
+    except RecursionError:
+        raise ModelLoadError(f"{path} nests lists or objects too deeply.") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
     return value

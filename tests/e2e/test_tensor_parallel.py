@@ -220,6 +220,23 @@ def test_two_processes_give_the_same_tokens(tmp_path: Path) -> None:
     assert answers == [json.loads(line) for line in alone[0].splitlines()]
 
 
+@pytest.mark.slow
+def test_processes_with_different_prompts_are_refused(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "m")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    together = ["--coordinator", address, "--num-processes", "2", "--process-id"]
+    runs = [
+        generate(folder, *together, "0"),
+        generate(folder, *together, "1", "--prompt", "only here"),
+    ]
+    for run in runs:
+        out, err = run.communicate(timeout=300)
+        assert (run.returncode, out) == (2, "")
+        assert "different prompts or sampling parameters" in err
+
+
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [

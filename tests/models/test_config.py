@@ -54,6 +54,40 @@ def test_defaults(key: str, name: str, default: Any, given: Any) -> None:
     assert getattr(read(**{key: given}), name) == default
 
 
+@pytest.mark.parametrize(
+    ("key", "limit"),
+    [
+        ("num_hidden_layers", 10_000),
+        ("num_attention_heads", 100_000),
+        ("vocab_size", 2**31 - 1),
+        ("max_position_embeddings", 2**31 - 1),
+    ],
+)
+def test_integers_have_a_limit(key: str, limit: int) -> None:
+    for value in (limit + 1, 10**10, 10**400):
+        with pytest.raises(ModelLoadError, match=f"{key!r} must be an integer of at most {limit}"):
+            read(**{key: value})
+    if key != "num_attention_heads":
+        read(**{key: limit})
+
+
+@pytest.mark.parametrize("value", [10**400, 1e300, 1e-320], ids=["10**400", "1e300", "1e-320"])
+def test_numbers_beyond_float32_are_refused(value: Any) -> None:
+    linear = {"rope_type": "linear", "factor": value}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "beta_slow": value}
+    for changes in ({"rms_norm_eps": value}, {"rope_scaling": linear}, {"rope_scaling": yarn}):
+        with pytest.raises(ModelLoadError, match="must be a positive number, from"):
+            read(**changes)
+
+
+def test_dual_chunk_attention_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    fields = tiny_config(dual_chunk_attention_config={"chunk_size": 262144})
+    for _ in range(2):
+        assert find_model(fields, "dual/config.json")[1] == read()
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert message.startswith("dual/config.json: config dual_chunk_attention_config is not used")
+
+
 def test_head_dim_need_not_be_hidden_by_heads() -> None:
     assert read(head_dim=24).head_dim == 24
     assert read(head_dim=None, hidden_size=96).head_dim == 24
@@ -126,7 +160,6 @@ def test_dimensions_that_do_not_go_together(changes: dict[str, Any], parts: list
     [
         ("hidden_act", "gelu"),
         ("hidden_act", None),
-        ("pretraining_tp", 2),
         ("partial_rotary_factor", 0.5),
     ],
 )
@@ -138,7 +171,12 @@ def test_other_mathematics_is_refused_by_name(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     "harmless",
-    [{"pretraining_tp": 1}, {"partial_rotary_factor": 1.0}, {"hidden_act": ABSENT}],
+    [
+        {"pretraining_tp": 1},
+        {"pretraining_tp": 2},
+        {"partial_rotary_factor": 1.0},
+        {"hidden_act": ABSENT},
+    ],
     ids=str,
 )
 def test_settings_that_change_nothing_are_taken(harmless: dict[str, Any]) -> None:
@@ -170,7 +208,31 @@ def test_the_first_known_architecture_counts() -> None:
 )
 def test_window_of_mistral(value: Any, expected: tuple[int, ...]) -> None:
     for name in ("MistralForCausalLM", "MinistralForCausalLM"):
-        assert read("mistral", architectures=[name], sliding_window=value).windows == expected
+        changes = {"architectures": [name], "max_position_embeddings": 8192}
+        assert read("mistral", **changes, sliding_window=value).windows == expected
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [(255, (255, 255)), (256, ()), (2**31, ()), (10**400, ()), (ABSENT, ())],
+)
+def test_a_window_as_long_as_the_context_is_none(window: Any, expected: tuple[int, ...]) -> None:
+    for kinds in (ABSENT, ["sliding_attention"] * 2):
+        config = read("mistral", sliding_window=window, layer_types=kinds)
+        assert config.windows == expected
+
+
+def test_a_window_that_is_said_to_be_unused() -> None:
+    for harmless in (None, 256):  # no window, and one that hides nothing
+        config = read("mistral", sliding_window=harmless, use_sliding_window=False)
+        assert config.windows == ()
+    assert read(use_sliding_window=False, sliding_window=32) == read()
+    with pytest.raises(
+        UnsupportedModelError, match="use_sliding_window=False contradicts sliding_window=32"
+    ):
+        read("mistral", use_sliding_window=False)
+    with pytest.raises(UnsupportedModelError, match="use_sliding_window='no'"):
+        read(use_sliding_window="no")
 
 
 @pytest.mark.parametrize("value", [0, -1, "32", 1.5])
@@ -193,7 +255,6 @@ def test_llama_has_no_window() -> None:
         ("attn_logit_softcapping", 50.0),
         ("logit_scale", 3),
         ("embedding_multiplier", 12.0),
-        ("use_sliding_window", False),
         ("num_local_experts", 8),
         ("kv_lora_rank", 512),
     ],

@@ -153,6 +153,7 @@ def test_other_mathematics_is_refused_by_name(name: str, key: str, value: Any) -
         ({"first_k_dense_replace": -1}, ["'first_k_dense_replace'", "-1"]),
         ({"norm_topk_prob": "yes"}, ["'norm_topk_prob'", "'yes'"]),
         ({"routed_scaling_factor": 0}, ["'routed_scaling_factor'", "0"]),
+        ({"n_routed_experts": 10**6}, ["'n_routed_experts'", "at most 100000"]),
         ({"n_routed_experts": 20}, ["n_routed_experts=20", "n_group=8"]),
         ({"n_routed_experts": 8}, ["n_routed_experts=8", "n_group=8", "at least 2"]),
         ({"topk_group": 9}, ["topk_group=9", "n_group=8"]),

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from jaxpaged.errors import ModelLoadError, UnsupportedModelError
@@ -84,7 +86,7 @@ def test_caps_and_scale_as_the_config_says() -> None:
 )
 @pytest.mark.parametrize("value", [0, -1.0, "30", True, float("inf")], ids=repr)
 def test_impossible_numbers(key: str, value: Any) -> None:
-    with pytest.raises(ModelLoadError, match=f"{key!r} must be a positive number, got {value!r}"):
+    with pytest.raises(ModelLoadError, match=f"{key!r} must be a positive number.*got {value!r}"):
         read("Gemma2", **{key: value})
 
 
@@ -280,7 +282,23 @@ def test_gemma_3_1b() -> None:
         post_norms=True,
         qk_norm=True,
         local_rope=RopeConfig(1e4),
+        local_layers=frozenset(range(26)) - {5, 11, 17, 23},
     )
+
+
+def test_layers_keep_their_frequencies_where_the_window_hides_nothing() -> None:
+    config = read("Gemma3", num_hidden_layers=7, sliding_window=128, max_position_embeddings=128)
+    assert (config.windows, config.local_layers) == ((), frozenset({0, 1, 2, 3, 4, 6}))
+    small = dataclasses.replace(config, hidden_size=8, vocab_size=8, intermediate_size=8)
+    layers = GemmaForCausalLM(small, jnp.dtype(jnp.float32)).layers
+    assert [layer.table for layer in layers] == [1, 1, 1, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("given", [0, None])
+def test_a_missing_window_is_named(given: Any) -> None:
+    for changes in ({}, {"sliding_window_size": 4096}):
+        with pytest.raises(ModelLoadError, match=rf"'?sliding_window\b.*{given}"):
+            read("Gemma2", sliding_window=given, **changes)
 
 
 def test_gemma_3_with_vision_is_refused() -> None:

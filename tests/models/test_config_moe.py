@@ -120,12 +120,33 @@ def test_both_names_of_the_number_of_experts(name: str, key: str) -> None:
         ({"mlp_only_layers": [1, 3]}, {1, 3}),
         ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, {0, 1, 2}),
         ({"mlp_only_layers": None}, set()),
-        ({"mlp_only_layers": [9]}, set()),
     ],
 )
 def test_dense_layers(settings: dict[str, Any], dense: set[int]) -> None:
     for name in ("Qwen2Moe", "Qwen3Moe"):
         assert read(name, **settings).dense_layers == dense
+
+
+@pytest.mark.parametrize("beyond", [-1, LAYERS, 10**400])
+def test_dense_layers_that_are_not_there(beyond: int) -> None:
+    with pytest.raises(ModelLoadError, match=f"mlp_only_layers has {str(beyond)[:80]}.*0 to 3"):
+        read("Qwen3Moe", mlp_only_layers=[0, beyond])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_there_are_not_too_many_experts(name: str) -> None:
+    assert read(name, num_experts=100_000).experts == 100_000
+    with pytest.raises(ModelLoadError, match="'num_experts' must be an integer of at most 100000"):
+        read(name, num_experts=100_001)
+
+
+def test_what_qwen3_coder_says_of_itself() -> None:
+    said = {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}
+    assert read("Qwen3Moe", **said) == read("Qwen3Moe")
+    with pytest.raises(UnsupportedModelError, match="use_qk_norm=False"):
+        read("Qwen3Moe", use_qk_norm=False)
+    with pytest.raises(UnsupportedModelError, match="use_qk_norm=True"):
+        read("Qwen2Moe", use_qk_norm=True)
 
 
 @pytest.mark.parametrize(

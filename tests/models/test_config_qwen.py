@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -131,6 +132,63 @@ def test_yarn_as_the_model_cards_say() -> None:
     yarn = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
     config = read(rope_theta=1e6, rope_scaling=yarn, max_position_embeddings=32768)
     assert (config.rope.kind, config.max_position) == ("yarn", 131072)
+
+
+def test_norms_over_heads_are_of_the_third_generation() -> None:
+    assert read("Qwen3", use_qk_norm=True) == read("Qwen3", use_qk_norm=None) == read("Qwen3")
+    for name, value in (("Qwen3", False), ("Qwen2", True)):
+        with pytest.raises(UnsupportedModelError, match=f"use_qk_norm={value}"):
+            read(name, use_qk_norm=value)
+
+
+def test_deepseek_r1_0528_qwen3_8b(caplog: pytest.LogCaptureFixture) -> None:
+    """The fields that it was published with; transformers ignores attn_factor, too."""
+    published = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 36,
+        "model_type": "qwen3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "pad_token_id": 151645,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+            "attn_factor": 0.8782488562869419,
+        },
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    for _ in range(2):  # a config is read several times
+        config = find_model(published, "r1/config.json")[1]
+    assert config.rope == RopeConfig(
+        1e6,
+        "yarn",
+        4.0,
+        original_max_position=32768,
+        attention_factor=0.1 * math.log(4) + 1,
+    )
+    assert (config.max_position, config.windows, config.num_layers) == (131072, (), 36)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("r1/config.json: rope setting attn_factor=0.8782488562869419 is not")
 
 
 def test_factors_of_longrope_fit_the_default_head_dim() -> None:

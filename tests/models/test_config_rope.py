@@ -93,6 +93,16 @@ def longrope(**changes: Any) -> RopeConfig:
             RopeConfig(1e4, "linear", 4.0),
         ),
         (
+            {
+                "rope_scaling": {
+                    "type": "linear",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            RopeConfig(1e4, "linear", 2.0, original_max_position=64),
+        ),
+        (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             RopeConfig(1e4, "dynamic", 2.0, original_max_position=256),
         ),
@@ -162,6 +172,10 @@ def test_both_spellings_of_rope(fields: dict[str, Any], expected: RopeConfig) ->
             ["alpha=1000.0", "'dynamic'"],
         ),
         ({"rope_scaling": {**LONGROPE, "short_mscale": 1.1}}, ["short_mscale=1.1"]),
+        (
+            {"rope_scaling": {**LONGROPE, "attn_factor": 0.8}},
+            ["attn_factor=0.8", "'longrope'"],
+        ),
         ({"rope_scaling": {**YARN, "extrapolation_factor": 0.5}}, ["extrapolation_factor=0.5"]),
         ({"rope_scaling": {**YARN, "long_factor": LONG}}, ["long_factor=", "'yarn'"]),
         (
@@ -223,6 +237,12 @@ def test_rope_that_is_not_supported(fields: dict[str, Any], parts: list[str]) ->
             ["rope_parameters", "rope_scaling", "differ"],
         ),
         ({"rope_scaling": {"type": "yarn"}}, ["'factor'", "None"]),
+        ({"rope_theta": 1.0, "rope_scaling": YARN}, ["rope_theta=1.0", "above 1", "'yarn'"]),
+        ({"rope_scaling": {**YARN, "factor": 1e30}}, ["factor=1e+30", "64 tokens", "2147483647"]),
+        (
+            {"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            ["partial_rotary_factor=1.0", "0.5", "leave one out"],
+        ),
         ({"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 2}}, ["beta_fast=1.0", "2.0"]),
         ({"rope_scaling": {**YARN, "truncate": 1}}, ["'truncate'", "got 1"]),
         ({"rope_scaling": {**YARN, "mscale": "1"}}, ["'mscale'", "'1'"]),
@@ -243,8 +263,9 @@ def test_part_of_a_head() -> None:
     rope = read_rope(ConfigReader(fields, "x"), partial=True)
     assert rope == RopeConfig(1e4, partial=0.75)
     assert (rope.rotary_dim(16), RopeConfig(1e4).rotary_dim(16)) == (12, 16)
-    inner = {**fields, "rope_parameters": {"partial_rotary_factor": 0.5}}
-    assert read_rope(ConfigReader(inner, "x"), partial=True).partial == 0.5
+    inner = {"rope_parameters": {"partial_rotary_factor": 0.75}}
+    assert read_rope(ConfigReader(inner, "x"), partial=True).partial == 0.75
+    assert read_rope(ConfigReader(fields | inner, "x"), partial=True).partial == 0.75
     for share in (0, 1.5, "half"):
         reader = ConfigReader({**fields, "partial_rotary_factor": share}, "x")
         with pytest.raises(ModelLoadError, match="partial_rotary_factor"):
@@ -266,6 +287,8 @@ def test_what_a_family_may_set() -> None:
         ({"type": "linear", "factor": 4.0}, 256),
         ({"rope_type": "llama3", **LLAMA3}, 256),
         ({**LONGROPE, "original_max_position_embeddings": 64}, 256),
+        ({"type": "linear", "factor": 8.0, "original_max_position_embeddings": 64}, 512),
+        ({"type": "linear", "factor": 2.0, "original_max_position_embeddings": 64}, 256),
         ({"type": "dynamic", "factor": 4.0}, 1024),
         (YARN, 256),
         ({**YARN, "factor": 2.0}, 256),
@@ -277,6 +300,18 @@ def test_what_a_family_may_set() -> None:
 def test_context_length(scaling: dict[str, Any], expected: int) -> None:
     config = read(rope_scaling=scaling)
     assert config.max_position == context_length(config.rope, 256) == expected
+
+
+@pytest.mark.parametrize("key", ["max_sequence_length", "seq_length"])
+def test_context_of_models_that_were_trained_further(key: str) -> None:
+    """As vicuna-7b-v1.5-16k says it: 4096, a factor of 4, and 16384."""
+    linear, dynamic = ({"type": kind, "factor": 4.0} for kind in ("linear", "dynamic"))
+    vicuna = {"max_position_embeddings": 4096, key: 16384}
+    assert read(**vicuna, rope_scaling=linear).max_position == 16384
+    assert read(**(vicuna | {key: 32768}), rope_scaling=dynamic).max_position == 32768
+    assert read(**(vicuna | {key: 2048}), rope_scaling=linear).max_position == 4096
+    assert read(**(vicuna | {key: None}), rope_scaling=linear).max_position == 4096
+    assert read(**vicuna).max_position == 4096  # not without a stretch
 
 
 def test_models_without_rotary_positions() -> None:

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "yarn, equal mscales": ("llama", {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, {}),
     "yarn, one mscale counts for nothing": ("llama", {**YARN, "mscale": 2.0}, {}),
     "yarn, attention factor": ("llama", {**YARN, "attention_factor": 1.3}, {}),
+    "yarn, attn factor, which is not used": ("llama", {**YARN, "attn_factor": 0.8}, {}),
     "yarn, betas": ("llama", {**YARN, "beta_fast": 8, "beta_slow": 2}, {}),
     "yarn, not truncated": ("llama", {**YARN, "truncate": False}, {}),
     "yarn, factor from the lengths": ("llama", {**YARN, "factor": None}, {}),

@@ -142,7 +142,7 @@ def test_shards_are_bounded_and_indexed(tmp_path: Path) -> None:
 
 
 def test_mixed_types_are_kept_aligned(tmp_path: Path) -> None:
-    src = tiny_llama(tmp_path / "src", torch_dtype="bfloat16")
+    src = tiny_llama(tmp_path / "src", torch_dtype="bfloat16", architectures=["Other"])
     weights = tiny_weights(tiny_config(torch_dtype="bfloat16"))
     weights["model.norm.weight"] = weights["model.norm.weight"].astype(np.float32)
     weights["odd"] = np.ones(3, ml_dtypes.bfloat16)
@@ -174,13 +174,52 @@ def test_zeros_are_stored_like_other_values(tmp_path: Path) -> None:
 
 
 def test_unreadable_types_are_named_and_nothing_is_left(tmp_path: Path) -> None:
-    src = tiny_llama(tmp_path / "src")
+    src = tiny_llama(tmp_path / "src", architectures=["Other"])
     weights = tiny_weights(tiny_config())
     save_file(weights | {"strange": np.ones(4, np.int8)}, src / "model.safetensors")
     for to in ("orbax", "safetensors"):
         with pytest.raises(ModelLoadError, match="'strange' has dtype I8"):
             convert(str(src), tmp_path / "dst", to=to, progress=False)
         assert os.listdir(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize("kind", ["float32", "Q8_0"])
+def test_tensors_of_another_config_are_refused(tmp_path: Path, kind: str) -> None:
+    name = "blk.1.attn_norm.weight" if kind == "Q8_0" else "model.layers.1.input_layernorm.weight"
+    src = _make(kind, tmp_path / "src")
+    if kind == "float32":
+        weights = tiny_weights(tiny_config())
+        del weights[name]
+        save_file(weights, src / "model.safetensors")
+    else:
+        src.write_bytes(src.read_bytes().replace(name.encode(), b"blk.9.attn_norm.weight"))
+    with pytest.raises(ModelLoadError):
+        convert(str(src), tmp_path / "dst", progress=False)
+    assert os.listdir(tmp_path) == [src.name]
+
+
+def test_shapes_of_another_config_are_refused(tmp_path: Path) -> None:
+    src = tiny_llama(tmp_path / "src")
+    config = json.loads((src / "config.json").read_text())
+    (src / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    with pytest.raises(ModelLoadError, match=r"shape \(.*128.*\), the config asks for \(.*64.*\)"):
+        convert(str(src), tmp_path / "dst", progress=False)
+    assert os.listdir(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [({"architectures": ["Other"]}, "'Other'"), ({"clip_qkv": 8.0}, "clip_qkv=8.0")],
+)
+def test_models_that_the_engine_lacks_are_converted_unchecked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], part: str
+) -> None:
+    src = tiny_llama(tmp_path / "src", **changes)
+    with caplog.at_level(logging.WARNING):
+        dst = convert(str(src), tmp_path / "dst", progress=False)
+    _assert_same(_tensors(dst), tiny_weights(tiny_config()))
+    (message,) = [r.getMessage() for r in caplog.records if "not checked" in r.getMessage()]
+    assert part in message
 
 
 class _Watched:
@@ -269,6 +308,23 @@ class TestTarget:
         with pytest.raises(ConfigError, match="src exists and is not empty"):
             convert(src, src, progress=False)
         assert (tmp_path / "full" / "note").read_text() == "mine"
+
+    def test_a_folder_within_the_model_is_refused(self, tmp_path: Path) -> None:
+        src = tiny_llama(tmp_path / "src")
+        before = sorted(os.listdir(src))
+        (tmp_path / "link").symlink_to(src)
+        for inside in (src / "new", src / "a" / "b", tmp_path / "link" / "new"):
+            with pytest.raises(ConfigError, match=r"src/.* is inside .*src, the model to convert"):
+                convert(str(src), inside, progress=False)
+        assert sorted(os.listdir(src)) == before
+        file = tiny_gguf(tmp_path / "file.gguf")  # beside a file is where files are
+        assert convert(str(file), tmp_path / "new", progress=False).is_dir()
+
+    @pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "~no-such-user/x"])
+    def test_names_that_cannot_be(self, tmp_path: Path, name: str) -> None:
+        folder = name if name.startswith("~") else tmp_path / name
+        with pytest.raises(ConfigError, match="cannot be the new folder"):
+            convert(str(tmp_path / "src"), folder)
 
     @pytest.mark.parametrize(
         ("settings", "message"),

@@ -83,6 +83,8 @@ def test_dummy_needs_only_a_config(tmp_path: Path) -> None:
     [
         ("{", "not valid JSON"),
         ("[]", "must hold a JSON object"),
+        ("[" * 100_000, "config.json nests lists or objects too deeply"),
+        ('{"vocab_size": 1' + "0" * 5000 + "}", "not valid JSON"),
         ("{}", "names no architecture .architectures=None, model_type=None"),
         ('{"model_type": "llama"}', "model_type='llama'"),
         (

@@ -157,7 +157,7 @@ class TestMissingAndBrokenFiles:
     ) -> None:
         folder = tiny_llama(tmp_path)
         tokenizer = json.loads((folder / "tokenizer.json").read_text())
-        for i in range(len(tokenizer["model"]["vocab"]), 520):
+        for i in range(512, 520):
             extra = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             tokenizer["added_tokens"].append(
                 {"id": i, "content": f"<|extra{i}|>", "special": True, **extra}
