@@ -93,6 +93,8 @@ def plan_memory(
         )
 
     rows: list[tuple[str, str]] = [("weights", _gib(inputs.weight_bytes))]
+    if model.tensor_parallel > 1:
+        rows.insert(0, ("", f"on each of {model.tensor_parallel} devices:"))
     if config.num_gpu_blocks_override is not None:
         blocks = config.num_gpu_blocks_override
         rows.append(("KV blocks", f"{blocks} (num_gpu_blocks_override)"))

@@ -61,7 +61,9 @@ def read_checkpoint(module: nnx.Module, sources: dict[str, Any]) -> dict[str, np
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", [(4, 16, 32), (3, 24, 40), (16, 128, 512), (16, 512, 128)])
+@pytest.mark.parametrize(
+    "shape", [(1, 64, 128), (1, 512, 128), (4, 16, 32), (3, 24, 40), (16, 128, 512), (16, 512, 128)]
+)
 def test_a_token_has_the_same_bits_in_any_batch(dtype: str, shape: tuple[int, ...]) -> None:
     heads, inner, outer = shape
     x, run = jnp.asarray(rows(0, 264, heads, inner)), jax.jit(head_matmul)
