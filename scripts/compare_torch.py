@@ -55,6 +55,7 @@ from jaxpaged.weights.source import ModelSource, resolve_source
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Of a logit, as a share of the largest at its position."""
+PICTURES = (".png", ".svg", ".pdf")
 BLOCK_SIZE = 16
 SHOWN = 70
 """Characters of a prompt."""
@@ -228,6 +229,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for path in (args.out, args.plot):
         if path is not None and not path.parent.is_dir():
             parser.error(f"{path}: there is no folder {path.parent}")
+        if path is not None and path.is_dir():
+            parser.error(f"{path} is a folder; give the name of a file")
+    if args.plot is not None and args.plot.suffix.lower() not in PICTURES:
+        parser.error(f"--plot {args.plot}: the name must end in one of {', '.join(PICTURES)}")
     return args
 
 

@@ -211,6 +211,8 @@ def test_the_example_of_the_documentation_works(
         (["--model", "m", "--tensor-parallel-size", "0"], "at least 1"),
         (["--model", "m", "--dtype", "float64"], "invalid choice"),
         (["--model", "m", "--out", "no/such/folder/x.json"], "there is no folder no/such/folder"),
+        (["--model", "m", "--plot", "x.foo"], "must end in one of .png, .svg, .pdf"),
+        (["--model", "m", "--out", "tests"], "tests is a folder"),
     ],
 )
 def test_usage_errors(
