@@ -194,8 +194,8 @@ def run_generate(args: argparse.Namespace) -> int:
 
     settings.pop("model", None)
     with _stdout_for_results_only(config.num_processes):
-        llm = LLM(config.model, **settings)
-    with llm, batch.ResultWriter(args.out) as results:
+        opened = LLM(config.model, **settings)
+    with opened as llm, batch.ResultWriter(args.out) as results:
         start = time.perf_counter()
         outputs = batch.run_jobs(
             llm,

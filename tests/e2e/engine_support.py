@@ -62,7 +62,8 @@ def model_folder() -> Path:
     path = tiny_llama(folder("model"))
     tokenizer = tiny_tokenizer(400)
     tokenizer.add_tokens(PIECES)
-    assert tokenizer.get_vocab_size() < UNKNOWN_ID
+    tokenizer.add_tokens([f"<filler {i}>" for i in range(tokenizer.get_vocab_size(), UNKNOWN_ID)])
+    assert tokenizer.get_vocab_size() == UNKNOWN_ID
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "generation_config.json").write_text(f'{{"eos_token_id": [{EOS}, {SECOND_EOS}]}}')
     return path

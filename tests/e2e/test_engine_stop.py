@@ -81,7 +81,7 @@ def test_tokens_that_end(
 @pytest.mark.parametrize("min_tokens", [0, 1, 3])
 def test_min_tokens_forbids_all_eos_ids_and_nothing_else(min_tokens: int) -> None:
     """SA-08: the model wants EOS most, then its second EOS, then the last id of all."""
-    last = VOCAB - 1
+    last = UNKNOWN_ID - 1
     bias = {EOS: 100.0, SECOND_EOS: 90.0, 30: 80.0, last: 70.0}
     params = SamplingParams(
         temperature=0.0, logit_bias=bias, min_tokens=min_tokens, max_tokens=5, stop_token_ids=[30]
@@ -93,9 +93,11 @@ def test_min_tokens_forbids_all_eos_ids_and_nothing_else(min_tokens: int) -> Non
 
 def test_min_tokens_without_any_eos() -> None:
     """The last id of the vocabulary is not taken for "no EOS" (an id of -1)."""
-    params = dataclasses.replace(GREEDY, min_tokens=4, max_tokens=4, logit_bias={VOCAB - 1: 100})
+    params = dataclasses.replace(
+        GREEDY, min_tokens=4, max_tokens=4, logit_bias={UNKNOWN_ID - 1: 100}
+    )
     engine = fresh_engine(limits={"eos_token_ids": ()})
-    assert run_one(engine, PROMPT, params).outputs[0].token_ids == [VOCAB - 1] * 4
+    assert run_one(engine, PROMPT, params).outputs[0].token_ids == [UNKNOWN_ID - 1] * 4
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["async", "sync"])
