@@ -16,7 +16,6 @@ from tests.e2e.engine_support import (
     PROMPT,
     SECOND_EOS,
     UNKNOWN_ID,
-    VOCAB,
     drain,
     fresh_engine,
     greedy_tokens,
