@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged import __version__, batch, flags, jobs
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import DTYPES, EngineConfig
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.sampling_params import SamplingParams
 
@@ -134,7 +134,7 @@ def _add_convert_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=DTYPES,
         default="auto",
         help="type of the weights; auto keeps them, quantised ones become float32 (default: auto)",
     )

@@ -22,9 +22,10 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpaged import checks
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import DTYPES, EngineConfig
 from jaxpaged.errors import ConfigError, JaxpagedError, ModelLoadError, UnsupportedModelError
 from jaxpaged.text.gguf_tokenizer import build_gguf_tokenizer
+from jaxpaged.text.tokenizer import TOKENIZER_FILES
 from jaxpaged.weights.gguf_file import GGUFFile
 from jaxpaged.weights.reader import TensorReader, open_reader
 from jaxpaged.weights.source import ModelSource, check_inside, resolve_source
@@ -39,7 +40,6 @@ from jaxpaged.weights.writers import (
 _log = logging.getLogger(__name__)
 
 FORMATS = ("orbax", "safetensors")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 _NUMPY_DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -56,7 +56,6 @@ _COPIED = (
     "NOTICE*",
     "USE_POLICY*",
 )
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class ConvertError(JaxpagedError, OSError):
@@ -263,7 +262,7 @@ def _write_tokenizer(folder: Path, source: ModelSource) -> None:
             copy = folder / path.relative_to(source.path)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
         _log.warning("%s has no tokenizer, so neither has its conversion.", source.path)
 
 

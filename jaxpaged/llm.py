@@ -178,7 +178,7 @@ class LLM:
                     raise InvalidRequestError(f"{where}{error}", error.param, i) from error
                 ids.append(request_id)
             # Several processes plan the same steps only if they were given the same work.
-            agree("prompts or sampling parameters", repr([list(prompts), params, priority]))
+            agree("prompts or sampling parameters", (prompts, params, priority))
             with _ProgressBar(len(ids), disable=not use_tqdm) as bar:
                 while len(done) < len(ids):
                     for output in self.engine.step():

@@ -63,7 +63,7 @@ def build_engine(config: EngineConfig) -> Engine:
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source, config)
     use_compile_cache(config)
     loaded = load_model(config, source)
-    agree("models", repr(loaded.config))
+    agree("models", loaded.config)
     num_seqs, budget = _batch_limits(config)
     buckets = choose_buckets(
         num_seqs, budget, decode=config.decode_buckets, prefill=config.prefill_buckets

@@ -60,7 +60,7 @@ def join(config: EngineConfig) -> None:
     settings = dataclasses.asdict(config)
     for name in _LOCAL_SETTINGS:
         del settings[name]
-    agree("settings", repr(sorted(settings.items())))
+    agree("settings", sorted(settings.items()))
 
 
 def _reach(coordinator: str) -> None:
@@ -80,11 +80,13 @@ def _reach(coordinator: str) -> None:
         time.sleep(0.5)
 
 
-def agree(what: str, value: str) -> None:
-    """Raises `ConfigError` unless every process has the same value. All of them must call it."""
+def agree(what: str, value: object) -> None:
+    """Raises `ConfigError` unless the value looks the same (its `repr`) in every process. All of
+    them must call it; a single process pays nothing.
+    """
     if jax.process_count() == 1:
         return
-    digest = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.int32)
+    digest = np.frombuffer(hashlib.sha256(repr(value).encode()).digest(), np.int32)
     if not (_everywhere(digest) == digest).all():
         raise ConfigError(
             f"The processes were started with different {what}; they must be the same, since all "

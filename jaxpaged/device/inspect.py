@@ -23,7 +23,7 @@ from jaxpaged.device.buckets import ROW_MULTIPLE, StepShape
 from jaxpaged.device.kv_cache import KVLayout, make_pools
 from jaxpaged.device.model_loader import LoadedModel
 from jaxpaged.device.packing import RowRequest, pack
-from jaxpaged.device.runner import layout_of, state_specs
+from jaxpaged.device.runner import layout_of, over_mesh
 from jaxpaged.device.sampling_state import empty_slot_state, row_fields
 from jaxpaged.device.step import EngineState, StepSettings, Weights, make_trunk
 from jaxpaged.errors import InvalidRequestError
@@ -97,22 +97,14 @@ def make_forward(
 def _program(loaded: LoadedModel, trunk: Any) -> Any:
     """(weights, state, ints, layout) -> f32 [R + P, V] and the list of f32 [R + P, E]."""
 
+    spread = over_mesh(loaded, inputs=1, outputs=PartitionSpec())
+
     def jaxpaged_forward(weights: Weights, state: EngineState, ints: jax.Array, layout: Any) -> Any:
         def run(weights: Weights, state: EngineState, ints: jax.Array) -> Any:
             model, _, hidden = trunk(weights, state, layout.split(ints), layout)
             return model.logits(hidden[-1]), hidden
 
-        if loaded.mesh.size == 1:
-            return run(weights, state, ints)
-        everywhere = PartitionSpec()
-        slices = jax.tree.map(lambda leaf: leaf.sharding.spec, loaded.weights)
-        return jax.shard_map(
-            run,
-            mesh=loaded.mesh,
-            in_specs=(slices, state_specs(loaded.config), everywhere),
-            out_specs=everywhere,
-            check_vma=False,
-        )(weights, state, ints)
+        return spread(run)(weights, state, ints)
 
     return jax.jit(jaxpaged_forward, static_argnames="layout")
 

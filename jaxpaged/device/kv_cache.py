@@ -82,11 +82,14 @@ def pool_axes(model: ModelConfig) -> LogicalAxes:
     return LATENT_AXES if model.kv_shape.latent else POOL_AXES
 
 
+def _cuts(model: ModelConfig) -> int:
+    """Devices that the pools are cut over."""
+    return 1 if model.kv_shape.latent else model.tensor_parallel
+
+
 def block_bytes(model: ModelConfig, block_size: int, dtype: jnp.dtype) -> int:
     """Bytes of one block on one device, over all pools: of the layers of one group, K and V."""
-    shape = model.kv_shape
-    devices = 1 if shape.latent else model.tensor_parallel
-    per_token = KVLayout.of(model).num_pools * shape.elements // devices
+    per_token = KVLayout.of(model).num_pools * model.kv_shape.elements // _cuts(model)
     return per_token * block_size * jnp.dtype(dtype).itemsize
 
 
@@ -95,8 +98,7 @@ def max_blocks(model: ModelConfig, block_size: int) -> int:
     in.
     """
     shape = model.kv_shape
-    devices = 1 if shape.latent else model.tensor_parallel
-    widest = shape.heads // devices * max(shape.key_dim, shape.value_dim)
+    widest = shape.heads // _cuts(model) * max(shape.key_dim, shape.value_dim)
     return _INT32_LIMIT // (block_size * widest)
 
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.sharding import partition_spec
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 Progress = Callable[[int, int, str], None]
 """(done, total, program) while warming up."""
 
@@ -243,7 +244,7 @@ def step_temporaries(
         )
     )
     step = jax.jit(
-        over_mesh(make_step(loaded.parts, backend, settings), loaded),
+        _step_over_mesh(make_step(loaded.parts, backend, settings), loaded),
         static_argnames="layout",
         donate_argnames="state",
     )
@@ -274,41 +275,48 @@ def state_specs(model: ModelConfig) -> EngineState:
     return EngineState(kv, SlotState(**slots))
 
 
-def over_mesh(step: StepFunction, loaded: LoadedModel) -> StepFunction:
-    """The step on every device of the mesh at once: each has its slice of weights and KV pools, and
-    the layers say what they exchange. All that the host sends is on every device, and so is what it
-    reads.
+def over_mesh(
+    loaded: LoadedModel, *, inputs: int, outputs: Any
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Makes `run(weights, state, *inputs)` run on every device of the mesh at once: each has its
+    slice of weights and KV pools, and the layers say what they exchange. All that the host sends
+    is on every device; `outputs` are the specs of what comes back.
     """
     if loaded.mesh.size == 1:
-        return step
-    everywhere: Any = PartitionSpec()
-    mesh, state = loaded.mesh, state_specs(loaded.config)  # the closure must not keep the weights
+        return lambda run: run
     weights = jax.tree.map(lambda leaf: leaf.sharding.spec, loaded.weights)
+    everywhere = PartitionSpec()
+    return functools.partial(
+        jax.shard_map,
+        mesh=loaded.mesh,
+        in_specs=(weights, state_specs(loaded.config), *[everywhere] * inputs),
+        out_specs=outputs,
+        check_vma=False,
+    )
 
-    def sharded(
-        whole: Weights, pools: EngineState, ints: jax.Array, floats: jax.Array, layout: Layout
+
+def _step_over_mesh(step: StepFunction, loaded: LoadedModel) -> StepFunction:
+    everywhere: Any = PartitionSpec()
+    outputs = (state_specs(loaded.config), StepOutput(everywhere, everywhere))
+    spread = over_mesh(loaded, inputs=2, outputs=outputs)
+
+    def run(
+        weights: Weights, state: EngineState, ints: jax.Array, floats: jax.Array, layout: Layout
     ) -> tuple[EngineState, StepOutput]:
         def on_device(
-            mine: Weights, pools: EngineState, ints: jax.Array, floats: jax.Array
+            weights: Weights, state: EngineState, ints: jax.Array, floats: jax.Array
         ) -> tuple[EngineState, StepOutput]:
-            return step(mine, pools, ints, floats, layout)
+            return step(weights, state, ints, floats, layout)
 
-        run = jax.shard_map(
-            on_device,
-            mesh=mesh,
-            in_specs=(weights, state, everywhere, everywhere),
-            out_specs=(state, StepOutput(everywhere, everywhere)),
-            check_vma=False,
-        )
-        return run(whole, pools, ints, floats)
+        return spread(on_device)(weights, state, ints, floats)
 
-    return sharded
+    return run
 
 
 def _jit_step(
     runner: Runner, loaded: LoadedModel, settings: StepSettings
 ) -> Callable[..., tuple[EngineState, StepOutput]]:
-    step = over_mesh(make_step(loaded.parts, runner._backend, settings), loaded)
+    step = _step_over_mesh(make_step(loaded.parts, runner._backend, settings), loaded)
 
     def jaxpaged_step(
         weights: Weights, state: EngineState, ints: jax.Array, floats: jax.Array, layout: Layout

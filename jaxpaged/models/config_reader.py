@@ -193,6 +193,13 @@ class ConfigReader:
             )
         return tuple(size if kind == SLIDING else None for kind in types)
 
+    def windows_alike(
+        self, layers: int, window: int | None, max_position: int
+    ) -> tuple[int | None, ...]:
+        """`windows` where all layers have the window, unless the config lists their types."""
+        kind = FULL if window is None else SLIDING
+        return self.windows([kind] * layers, window, max_position)
+
     def head_dim(self, hidden: int, heads: int, default: int | None = None) -> int:
         """`head_dim`; where the config leaves it out, the family's default, or hidden_size /
         num_attention_heads for a family without one.

@@ -75,8 +75,8 @@ def _gemma1(reader: ConfigReader, architecture: str) -> GemmaConfig:
     reader.require("hidden_act", (_GELU, "gelu"))
     reader.require("hidden_activation", (None, _GELU))
     common = _common(reader, architecture, _one_rope(reader), kv_heads=16)
-    full = [FULL] * reader.layers()
-    return GemmaConfig(**common, windows=reader.windows(full, None, common["max_position"]))
+    windows = reader.windows_alike(reader.layers(), None, common["max_position"])
+    return GemmaConfig(**common, windows=windows)
 
 
 def _gemma2(reader: ConfigReader, architecture: str) -> GemmaConfig:

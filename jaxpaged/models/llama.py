@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxpaged.models.base import CausalLM, DecoderLayer, RopeTables
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.config_reader import FULL, SLIDING, ConfigReader
+from jaxpaged.models.config_reader import ConfigReader
 from jaxpaged.models.layers import Attend, Attention, GatedMLP, LayerKV, RMSNorm
 from jaxpaged.models.rope import read_max_position, read_rope
 from jaxpaged.models.sources import ParamSource, under, whole
@@ -47,7 +47,6 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Lla
     dimensions = reader.dimensions(kv_heads=None if llama else _MISTRAL_KV_HEADS)
     # null is no window, left out is the family's default
     window = None if llama else fields.get("sliding_window", _MISTRAL_WINDOW)
-    kinds = [FULL if window is None else SLIDING] * dimensions["num_layers"]
     longest = _MAX_POSITION if llama else _MISTRAL_MAX_POSITION
     biased = reader.flag("attention_bias")
     rope = read_rope(reader)
@@ -59,7 +58,7 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Lla
         rope=rope,
         max_position=max_position,
         tie_embeddings=reader.flag("tie_word_embeddings"),
-        windows=reader.windows(kinds, window, max_position),
+        windows=reader.windows_alike(dimensions["num_layers"], window, max_position),
         qkv_bias=biased,
         out_bias=biased,
         mlp_bias=reader.flag("mlp_bias"),

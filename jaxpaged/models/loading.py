@@ -18,7 +18,7 @@ from jaxpaged.models.base import CausalLM
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.sources import Index, ParamSource
 from jaxpaged.sharding import partition_spec
-from jaxpaged.weights.reader import TensorReader
+from jaxpaged.weights.reader import TensorReader, some
 
 Progress = Callable[[int], None]
 """Called with the bytes of each parameter once it is on its devices."""
@@ -142,13 +142,13 @@ def check_tensors(
     if missing:
         raise ModelLoadError(
             f"The checkpoint lacks {len(missing)} tensors of {config.architecture}: "
-            f"{_some(missing)}."
+            f"{some(missing)}."
         )
     extra = sorted(n for n in present - wanted.keys() if not model.ignorable(config, n))
     if extra:
         raise ModelLoadError(
             f"The checkpoint has {len(extra)} tensors that {config.architecture} does not use, so "
-            f"its results would be wrong: {_some(extra)}."
+            f"its results would be wrong: {some(extra)}."
         )
     for name, shape in wanted.items():
         _check_tensor(reader, name, shape)
@@ -165,7 +165,3 @@ def _check_tensor(reader: TensorReader, name: str, shape: tuple[int, ...]) -> No
             f"Tensor {name!r} is stored as {kind}; weights must be one of "
             f"{', '.join(_FLOATS)}, or a supported GGUF quantisation."
         )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

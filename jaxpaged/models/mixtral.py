@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxpaged.errors import ModelLoadError
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.config_reader import FULL, MOST_EXPERTS, SLIDING, ConfigReader
+from jaxpaged.models.config_reader import MOST_EXPERTS, ConfigReader
 from jaxpaged.models.layers import GatedMLP, matmul, param
 from jaxpaged.models.llama import LlamaConfig, LlamaForCausalLM, LlamaLayer
 from jaxpaged.models.moe import Experts, route
@@ -54,7 +54,6 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Mix
     reader.require("attention_bias", (False, None))
     dimensions = reader.dimensions(kv_heads=_KV_HEADS)
     window = fields.get("sliding_window")
-    kinds = [FULL if window is None else SLIDING] * dimensions["num_layers"]
     rope = read_rope(reader, default_theta=_THETA)
     max_position = read_max_position(reader, rope, _MAX_POSITION)
     return MixtureConfig(
@@ -64,7 +63,7 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Mix
         rope=rope,
         max_position=max_position,
         tie_embeddings=reader.flag("tie_word_embeddings"),
-        windows=reader.windows(kinds, window, max_position),
+        windows=reader.windows_alike(dimensions["num_layers"], window, max_position),
         expert_width=dimensions["intermediate_size"],
         normalise=True,
         **expert_counts(reader, experts=8, per_token=2),

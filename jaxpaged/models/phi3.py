@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpaged.errors import UnsupportedModelError
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.config_reader import FULL, SLIDING, ConfigReader
+from jaxpaged.models.config_reader import ConfigReader
 from jaxpaged.models.llama import LlamaConfig, LlamaForCausalLM
 from jaxpaged.models.rope import read_max_position, read_rope
 from jaxpaged.models.sources import GroupedQKV, Interleaved, ParamSource, Tensor, whole
@@ -39,7 +39,6 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Lla
         )
     max_position = read_max_position(reader, rope, _CONTEXT)
     window = fields.get("sliding_window")
-    kinds = [FULL if window is None else SLIDING] * dimensions["num_layers"]
     return LlamaConfig(
         architecture=architecture,
         **dimensions,
@@ -47,7 +46,7 @@ def read_config(fields: Mapping[str, Any], architecture: str, where: str) -> Lla
         rope=rope,
         max_position=max_position,
         tie_embeddings=reader.flag("tie_word_embeddings"),
-        windows=reader.windows(kinds, window, max_position),
+        windows=reader.windows_alike(dimensions["num_layers"], window, max_position),
     )
 
 

@@ -71,11 +71,10 @@ def _windows(
     `max_window_layers`.
     """
     if not reader.flag("use_sliding_window"):
-        return reader.windows([FULL] * layers, None, max_position)
+        return reader.windows_alike(layers, None, max_position)
     window = reader.fields.get("sliding_window", _WINDOW)
     if every_layer:
-        kind = FULL if window is None else SLIDING
-        return reader.windows([kind] * layers, window, max_position)
+        return reader.windows_alike(layers, window, max_position)
     end = reader.integer("max_window_layers", _WINDOW_LAYERS, least=0)
     kinds = [SLIDING if i % 2 == 0 and i < end else FULL for i in range(layers)]
     return reader.windows(kinds, window, max_position)

@@ -20,7 +20,7 @@ from jaxpaged.weights.source import ModelSource, locate
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_PATTERNS = ["tokenizer*", "vocab*", "merges.txt", "*tokens*.json", "config.json", "*.jinja"]
 
 
@@ -215,9 +215,9 @@ def _from_gguf(file: GGUFFile, templates: dict[str, str]) -> Tokenizer:
 
 
 def _from_folder(folder: Path, templates: dict[str, str]) -> Tokenizer:
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelLoadError(
-            f"{folder} has no tokenizer: looked for {', '.join(_TOKENIZER_FILES)}. Give another "
+            f"{folder} has no tokenizer: looked for {', '.join(TOKENIZER_FILES)}. Give another "
             "folder with tokenizer=..., or set skip_tokenizer_init to work on token ids only."
         )
     only_model = not any((folder / name).exists() for name in ("tokenizer.json", "vocab.json"))

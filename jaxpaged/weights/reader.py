@@ -39,6 +39,12 @@ class TensorReader(Protocol):
         ...
 
 
+def some(names: list[str], limit: int = 5) -> str:
+    """The first few names, for a message."""
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
+
+
 def open_reader(source: ModelSource) -> TensorReader:
     """The reader for a resolved source. Raises `ModelLoadError` for damaged or missing files."""
     # Imported here: each format brings its own libraries.

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpaged.errors import ModelLoadError
+from jaxpaged.weights.reader import some
 from jaxpaged.weights.source import check_inside, read_json
 
 Array = npt.NDArray[np.generic]
@@ -115,11 +116,11 @@ def _indexed(folder: Path, index: Path) -> dict[str, _Entry]:
         lost = sorted(name for name, shard in weight_map.items() if shard in missing)
         raise ModelLoadError(
             f"{folder} lacks {', '.join(missing)}, named by {INDEX_NAME}; without it "
-            f"{len(lost)} tensors are missing: {_some(lost)}."
+            f"{len(lost)} tensors are missing: {some(lost)}."
         )
     stale = sorted(p.name for p in folder.glob("*.safetensors") if p.name not in files)
     if stale:
-        logger.warning("%s: ignoring files that the index does not name: %s", folder, _some(stale))
+        logger.warning("%s: ignoring files that the index does not name: %s", folder, some(stale))
     entries = _merge(folder, files.values())
     absent = sorted(
         f"{name} (in {shard})"
@@ -127,11 +128,11 @@ def _indexed(folder: Path, index: Path) -> dict[str, _Entry]:
         if name not in entries or entries[name].file.name != shard
     )
     if absent:
-        raise ModelLoadError(f"{index} names tensors that are not in their file: {_some(absent)}.")
+        raise ModelLoadError(f"{index} names tensors that are not in their file: {some(absent)}.")
     unlisted = sorted(entries.keys() - weight_map.keys())
     if unlisted:
         raise ModelLoadError(
-            f"{folder} holds tensors that {INDEX_NAME} does not list: {_some(unlisted)}."
+            f"{folder} holds tensors that {INDEX_NAME} does not list: {some(unlisted)}."
         )
     return entries
 
@@ -240,8 +241,3 @@ def _truncated(path: Path, needed: int, size: int) -> ModelLoadError:
         f"{path} is truncated: it has {size} bytes of {needed} ({needed - size} missing). "
         "Fetch it again."
     )
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest

@@ -8,7 +8,6 @@ import pytest
 
 from jaxpaged.convert import convert
 from tests.e2e.mesh_worker import Job, run_jobs
-from tests.e2e.support import LONG
 from tests.gguf_writer import write_gguf
 from tests.zoo.case import Case, all_cases, fill, stored, write_case
 
@@ -16,14 +15,7 @@ CASES = {case.name: case for case in all_cases()}
 
 
 def job(case: Case, model: Path, *, size: int) -> Job:
-    arguments = {
-        "folder": str(model),
-        "size": size,
-        "prompts": case.prompt_ids(),
-        "count": case.count,
-        "engine": {**LONG, **case.engine, "skip_tokenizer_init": True},
-    }
-    return "tokens", arguments
+    return "tokens", {**case.job(model, skip_tokenizer_init=True), "size": size}
 
 
 def expected(case: Case) -> list[list[int]]:

@@ -10,8 +10,7 @@ import pytest
 from jaxpaged import RequestOutput
 from jaxpaged.models.registry import supported_architectures
 from tests.e2e.mesh_worker import run_jobs
-from tests.e2e.support import LONG
-from tests.zoo.case import HAS_TORCH, Case, all_cases, stored, write_case
+from tests.zoo.case import HAS_TORCH, all_cases, stored, write_case
 
 CASES = {case.name: case for case in all_cases()}
 STORED_TOLERANCE = 1e-3
@@ -30,17 +29,8 @@ def answers(
     names = [name for name in CASES if name in chosen]
     root = tmp_path_factory.mktemp("families")
     folders = [write_case(root / name, CASES[name]) for name in names]
-    jobs = [("greedy", job(CASES[n], folder)) for n, folder in zip(names, folders, strict=True)]
+    jobs = [("greedy", CASES[n].job(folder)) for n, folder in zip(names, folders, strict=True)]
     return dict(zip(names, zip(folders, run_jobs(1, jobs), strict=True), strict=True))
-
-
-def job(case: Case, folder: Path) -> dict[str, Any]:
-    return {
-        "folder": str(folder),
-        "prompts": case.prompt_ids(),
-        "count": case.count,
-        "engine": {**LONG, **case.engine},
-    }
 
 
 def test_no_architecture_is_without_a_case() -> None:

@@ -22,7 +22,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import find_model, supported_architectures
 from tests.device.model_shapes import TINY
 from tests.e2e.mesh_worker import ROOT, run_jobs
-from tests.e2e.support import LONG, stored_reference
+from tests.e2e.support import stored_reference
 from tests.tiny_models import tiny_llama
 from tests.zoo.case import Case, all_cases, stored, write_case
 
@@ -94,14 +94,8 @@ def test_every_architecture_on_several_devices(tmp_path: Path) -> None:
     assert cases.keys() == set(supported_architectures())
     jobs = []
     for name, case in cases.items():
-        arguments = {
-            "folder": str(write_case(tmp_path / name, case)),
-            "size": size_for(case),
-            "prompts": case.prompt_ids(),
-            "count": case.count,
-            "engine": {**LONG, **case.engine},
-        }
-        jobs.append(("tokens", arguments))
+        arguments = case.job(write_case(tmp_path / name, case))
+        jobs.append(("tokens", {**arguments, "size": size_for(case)}))
     found = dict(zip(cases, run_jobs(4, jobs), strict=True))
     for name, case in cases.items():
         expected = [output["token_ids"] for output in stored(case)["outputs"]]

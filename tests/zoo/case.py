@@ -20,6 +20,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from tests.e2e.support import LONG
 from tests.tiny_models import write_tokenizer
 
 STORED = Path(__file__).resolve().parent.parent / "data" / "zoo"
@@ -57,6 +58,15 @@ class Case:
         rng = np.random.default_rng(1)
         vocab = self.config.get("vocab_size", 512)
         return [rng.integers(3, vocab, length).tolist() for length in self.prompts]
+
+    def job(self, model: Path, **settings: Any) -> dict[str, Any]:
+        """Arguments of a job of `tests.e2e.mesh_worker` for a checkpoint of this case."""
+        return {
+            "folder": str(model),
+            "prompts": self.prompt_ids(),
+            "count": self.count,
+            "engine": {**LONG, **self.engine, **settings},
+        }
 
 
 def all_cases() -> list[Case]:
