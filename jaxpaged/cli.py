@@ -1,4 +1,4 @@
-"""The command line: `jaxpaged generate` and `jaxpaged convert`. Help and checks of arguments never
+"""The command line: `jaxpaged serve`, `generate` and `convert`. Help and checks of arguments never
 import jax.
 """
 
@@ -11,13 +11,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from jaxpaged import __version__, batch, flags, jobs
-from jaxpaged.config import DTYPES, EngineConfig
+from jaxpaged.config import DTYPES, EngineConfig, server_environment
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.sampling_params import SamplingParams
 
@@ -58,10 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. `argv` is without the program's name. Returns the exit status."""
     if sys.stderr is None:  # closed by 2>&-; messages and progress then go nowhere
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    args = build_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["serve"]:  # has its own way of reading them
+        return _guarded(lambda: run_serve(words[1:]))
+    args = build_parser().parse_args(words)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     logging.getLogger("jaxpaged").setLevel(logging.INFO)
-    status = _run(args)
+    status = _guarded(lambda: args.command(args))
     if status != 0 and getattr(args, "EngineConfig.num_processes", 1) != 1:
         # The others may wait for this process in the middle of a step, and at its usual exit JAX
         # would wait for them. They see its connections close.
@@ -72,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _run(args: argparse.Namespace) -> int:
+def _guarded(command: Callable[[], int]) -> int:
+    """The command's status, or that of the error it ends with, which is told."""
     try:
-        status: int = args.command(args)
-        return status
+        return command()
     except EngineDeadError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_FAILED
@@ -98,6 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxpaged {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands.add_parser("serve", help="serve a model over HTTP, with OpenAI's API")
     generate = commands.add_parser(
         "generate",
         help="run prompts offline, all at once, and write JSON lines",
@@ -173,6 +177,20 @@ def _add_input_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--out", metavar="FILE.jsonl", help="where results go (default: standard output)"
     )
+
+
+def run_serve(words: Sequence[str]) -> int:
+    from server import option_help, options  # the one door from this package to that one
+
+    text = option_help.asked(words)
+    if text is not None:
+        sys.stdout.write(text)
+        return 0
+    chosen = options.read(words, server_environment())
+
+    from server import launch  # brings the web framework: only once all else is right
+
+    return launch.run(chosen.engine, chosen.server, notes=chosen.notes)
 
 
 def run_generate(args: argparse.Namespace) -> int:

@@ -11,7 +11,13 @@ from jaxpaged.core.request import Request
 from jaxpaged.device.packing import RowRequest
 from jaxpaged.device.sampler import HostSamples
 from jaxpaged.device.sampling_state import SlotValues, pack_slot
-from jaxpaged.outputs import CompletionOutput, Logprob, LogprobDict, RequestOutput
+from jaxpaged.outputs import (
+    CompletionOutput,
+    Logprob,
+    LogprobDict,
+    RequestOutput,
+    RequestTimes,
+)
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.text.detokenizer import IncrementalDetokenizer
 from jaxpaged.text.stop import StopChecker
@@ -48,8 +54,14 @@ class Completion:
     text: str = ""
     logprobs: list[LogprobDict] | None = None
     cumulative_logprob: float | None = None
+    last_token_time: float | None = None
+    """Seconds of `time.monotonic()`."""
     _shown: CompletionOutput | None = None
     """The output built last; still true unless this completion has changed."""
+    _told_tokens: int = 0
+    """Tokens that deltas have reported."""
+    _told_chars: int = 0
+    _told_end: bool = False
 
     def append(self, token: int, *, last: bool) -> str | None:
         """Take a delivered token; returns the stop string that it completes, if any.
@@ -115,6 +127,29 @@ class Completion:
         )
         return self._shown
 
+    def delta(self, interval: int) -> CompletionOutput | None:
+        """What is new since the last delta; None while that is fewer than `interval` tokens.
+
+        The first token and the end are always told at once.
+        """
+        told, ended = self._told_tokens, self.core.is_finished
+        new = len(self.token_ids) - told
+        if self._told_end or (not ended and (new == 0 or (0 < told and new < interval))):
+            return None
+        output = CompletionOutput(
+            index=self.index,
+            text=self.text[self._told_chars :],
+            token_ids=self.token_ids[told:],
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs[told:],
+            finish_reason=self.core.finish_reason,
+            stop_reason=self.core.stop_reason,
+            error=self.core.error,
+        )
+        self._told_tokens, self._told_chars = len(self.token_ids), len(self.text)
+        self._told_end = ended
+        return output
+
 
 @dataclass(slots=True)
 class RequestState:
@@ -127,8 +162,12 @@ class RequestState:
     tokenizer: Tokenizer | None
     slot: SlotRecipe | None
     """What must be written to the slot at each admission; None if its sampling reads nothing."""
+    times: RequestTimes
+    delta_interval: int = 0
+    """Tokens between two outputs, which then tell only what is new; 0: every output tells all."""
     completions: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[LogprobDict | None] | None = None
+    _told_prompt: bool = False
 
     @property
     def finished(self) -> bool:
@@ -152,17 +191,40 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """Everything so far. Prompt logprobs are shown once they are complete."""
+        return self._output([c.output() for c in self.completions], self._complete_prompt())
+
+    def delta(self) -> RequestOutput | None:
+        """What is new since the last delta, samples without news left out; None if nothing is.
+
+        Prompt logprobs come once, with the first delta after they are complete.
+        """
+        deltas = [c.delta(self.delta_interval) for c in self.completions]
+        outputs = [output for output in deltas if output is not None]
+        if not outputs:
+            return None
+        prompt = None if self._told_prompt else self._complete_prompt()
+        self._told_prompt = self._told_prompt or prompt is not None
+        return self._output(outputs, prompt)
+
+    def _complete_prompt(self) -> list[LogprobDict | None] | None:
         prompt = self.prompt_logprobs
-        if prompt is not None and any(entry is None for entry in prompt[1:]):
-            prompt = None
+        if prompt is None or any(entry is None for entry in prompt[1:]):
+            return None
+        return list(prompt)
+
+    def _output(
+        self, outputs: list[CompletionOutput], prompt: list[LogprobDict | None] | None
+    ) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[c.output() for c in self.completions],
+            outputs=outputs,
             finished=self.finished,
             num_cached_tokens=self.completions[0].core.num_cached_tokens,
-            prompt_logprobs=None if prompt is None else list(prompt),
+            prompt_logprobs=prompt,
+            times=self.times,
+            num_preemptions=sum(c.core.num_preemptions for c in self.completions),
         )
 
 

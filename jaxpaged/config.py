@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,12 @@ ATTENTION_BACKENDS = ("auto", "reference")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_SEED = 2**64 - 1
 MAX_BUCKETS = 1024
+CLIENT_KEYS = ("JAXPAGED_API_KEY", "OPENAI_API_KEY")
+"""Where our own clients find their key."""
+_PREFIX = "JAXPAGED_"
+_KEY_NAME = re.compile(r"^[A-Za-z0-9_.-]{1,64}:(?=.)")
+"""What may stand before a key."""
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +130,11 @@ def _error(message: str, _name: str) -> ConfigError:
     return ConfigError(message)
 
 
+def _dtype(value: Any) -> str:
+    known = _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+    return str(checks.choice(*DTYPES)(known))
+
+
 def _model_len(value: Any) -> int | str:
     if isinstance(value, str) and value == "auto":
         return "auto"
@@ -155,7 +168,7 @@ _CHECKS: dict[str, checks.Check] = {
     "skip_tokenizer_init": checks.boolean,
     "revision": checks.optional(checks.text("the name of a branch, tag or commit")),
     "load_format": checks.choice(*LOAD_FORMATS),
-    "dtype": checks.choice(*DTYPES),
+    "dtype": _dtype,
     "seed": checks.integer(0, MAX_SEED, rule="an integer in [0, 2**64)"),
     "max_model_len": checks.optional(_model_len),
     "max_num_seqs": checks.optional(checks.integer(1)),
@@ -192,6 +205,39 @@ def cache_root() -> Path:
     """Folder for compiled programs and fetched data: $JAXPAGED_CACHE_DIR or ~/.cache/jaxpaged."""
     given = os.environ.get("JAXPAGED_CACHE_DIR")
     return Path(given).expanduser() if given else Path.home() / ".cache" / "jaxpaged"
+
+
+def server_environment() -> dict[str, str]:
+    """What $JAXPAGED_<NAME> sets for `jaxpaged serve`: <NAME> -> text. Empty ones count as unset.
+
+    $VLLM_API_KEY, one key, stands in for $JAXPAGED_API_KEY: a server that was to have a key must
+    not come up without one because its start command was taken over.
+    """
+    ours = {"JAXPAGED_CACHE_DIR", "JAXPAGED_CHECK"}  # settings of the library, read above and below
+    found = {
+        name.removeprefix(_PREFIX): text
+        for name, text in os.environ.items()
+        if name.startswith(_PREFIX) and name not in ours and text
+    }
+    other = os.environ.get("VLLM_API_KEY")
+    if other and "API_KEY" not in found:
+        found["API_KEY"] = json.dumps([f"vllm:{other}"])
+    return found
+
+
+def client_api_key() -> str | None:
+    """The key that our own clients send: the first of $JAXPAGED_API_KEY, else $OPENAI_API_KEY.
+
+    The former may be written as for the server: several, and each with a name.
+    """
+    ours, theirs = (os.environ.get(name) for name in CLIENT_KEYS)
+    if not ours:
+        return theirs or None
+    try:
+        first = str(json.loads(ours)[0]) if ours.startswith("[") else ours.split(",")[0].strip()
+    except (ValueError, LookupError):
+        raise ConfigError("$JAXPAGED_API_KEY begins with [ but is no JSON list of keys.") from None
+    return _KEY_NAME.sub("", first, count=1)
 
 
 def claim_device_memory(utilization: float) -> float:

@@ -16,6 +16,7 @@ from jaxpaged.device.runner import Launched, Runner, StepResult
 from jaxpaged.device.sampler import STATUS_ALL_MASKED, STATUS_NOT_FINITE
 from jaxpaged.errors import EngineDeadError, InvalidRequestError
 from jaxpaged.intake import Intake, Prompt
+from jaxpaged.metrics import EngineMetrics, FinishedRequest
 from jaxpaged.outputs import EngineStats, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
@@ -32,6 +33,9 @@ _ROW_ERRORS = {
 class _InFlight:
     step: ScheduledStep
     launched: Launched
+    launch_seconds: float
+    host_gap: float | None
+    """Seconds that the device had nothing to do before, at most; None after an idle time."""
 
 
 class Engine:
@@ -58,6 +62,8 @@ class Engine:
         self.runner = runner
         self.intake = intake
         self.default_params = default_params
+        self.metrics: EngineMetrics | None = None
+        """Where to record times and sizes; None records nothing."""
         self._depth = 2 if async_scheduling else 1
         self._check_integrity = check_integrity
         self._eager = eager
@@ -65,6 +71,8 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._changed: dict[str, RequestState] = {}
         """Requests to report at the end of this step, in the order in which they changed."""
+        self._last_read: float | None = None
+        """When the results of the last step came; None if nothing has run since it was idle."""
         self._closed = False
 
     # ------------------------------------------------------------------ requests
@@ -78,8 +86,12 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
+        delta_interval: int = 0,
     ) -> None:
         """Queue a request. `priority`: smaller is sooner, under the priority policy only.
+
+        With `delta_interval` N above 0 the outputs of this request tell only what is new, and come
+        with its first token, then every N tokens, and at its end.
 
         Raises `InvalidRequestError` (nothing is queued then) and `EngineDeadError` after `close`.
         """
@@ -106,6 +118,7 @@ class Engine:
             for core in added:
                 self.scheduler.finish(core, "abort")
             raise
+        state.delta_interval = delta_interval
         self._states[request_id] = state
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
@@ -159,16 +172,28 @@ class Engine:
             self._ended(_completion(core))
         if step is None:
             return False
+        start, gap = time.monotonic(), self._host_gap()
         try:
-            self._in_flight.append(_InFlight(step, self._launch(step)))
+            launched = self._launch(step, start)
+            seconds = time.monotonic() - start
+            self._in_flight.append(_InFlight(step, launched, seconds, gap))
         except Exception as error:
             self._recover([step], error)
             return False
         return True
 
-    def _launch(self, step: ScheduledStep) -> Launched:
+    def _host_gap(self) -> float | None:
+        if self.metrics is None or (self._last_read is None and not self._in_flight):
+            return None
+        if self._in_flight and not self.runner.is_ready(self._in_flight[-1].launched):
+            return 0.0
+        return 0.0 if self._last_read is None else time.monotonic() - self._last_read
+
+    def _launch(self, step: ScheduledStep, now: float) -> Launched:
         completions = [_completion(row.request) for row in step.rows]
         for row, completion in zip(step.rows, completions, strict=True):
+            if row.admitted and completion.parent.times.scheduled is None:
+                completion.parent.times.scheduled = now
             recipe = completion.parent.slot
             if row.admitted and recipe is not None:
                 self.runner.admit(row.request.slot, recipe.pack(row.request.token_ids))
@@ -181,6 +206,7 @@ class Engine:
 
     def _finish_oldest(self) -> None:
         oldest = self._in_flight[0]
+        start = time.monotonic()
         try:
             result = self.runner.read(oldest.launched)
         except Exception as error:
@@ -189,10 +215,21 @@ class Engine:
             self._recover(failed, error)
             return
         self._in_flight.popleft()
+        self._last_read = time.monotonic()
+        if self.metrics is not None:
+            shape = result.packed.layout.shape
+            self.metrics.step(
+                tokens=oldest.step.num_tokens,
+                padding=shape.rows + shape.tokens - oldest.step.num_tokens,
+                bucket=str(shape),
+                launch_s=oldest.launch_seconds,
+                wait_s=self._last_read - start,
+                host_gap_s=oldest.host_gap,
+            )
         self._finish_step(oldest.step, result)
 
     def _finish_step(self, step: ScheduledStep, result: StepResult) -> None:
-        places, samples = result.packed.order, result.samples
+        places, samples, now = result.packed.order, result.samples, time.monotonic()
         for row, start in zip(step.rows, result.packed.prompt_start, strict=True):
             completion = _completion(row.request)
             if (
@@ -222,11 +259,25 @@ class Engine:
             try:
                 if update.token is not None:
                     completion.add_logprobs(samples, place_of[id(update.request)])
+                    self._note_token(completion, now)
                     self._deliver(completion, update.token)
                 elif update.finished:
                     self._ended(completion)
             except Exception as error:  # one request's text must not end the others
                 self._fail_on_host(completion, error)
+
+    def _note_token(self, completion: Completion, now: float) -> None:
+        times, before = completion.parent.times, completion.last_token_time
+        completion.last_token_time = times.last_token = now
+        first = times.first_token is None
+        if first:
+            times.first_token = now
+        if self.metrics is None:
+            return
+        if first:
+            self.metrics.first_token(now - times.arrival)
+        elif before is not None:
+            self.metrics.next_token(now - before)
 
     def _deliver(self, completion: Completion, token: int) -> None:
         core = completion.core
@@ -275,10 +326,16 @@ class Engine:
     def _report(self) -> list[RequestOutput]:
         outputs = []
         for request_id, state in self._changed.items():
-            outputs.append(state.output())
+            output = state.delta() if state.delta_interval else state.output()
+            if output is not None:
+                outputs.append(output)
             if state.finished:
                 self._states.pop(request_id, None)
+                if self.metrics is not None:
+                    self.metrics.request_finished(_finished_request(state))
         self._changed.clear()
+        if not self._in_flight:
+            self._last_read = None
         return outputs
 
     def _recover(self, failed: list[ScheduledStep], error: Exception) -> None:
@@ -346,6 +403,7 @@ class Engine:
             compiles=ledger.compiles,
             compiles_after_warmup=ledger.after_warmup,
             lazy_compiles=ledger.compiles if self._eager else 0,
+            compile_seconds=ledger.seconds,
             failed_steps=stats.failed_steps,
             requests_finished=dict(stats.requests_finished),
         )
@@ -368,6 +426,27 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDeadError("The engine was closed; make a new one.")
+
+
+def _finished_request(state: RequestState) -> FinishedRequest:
+    cores = [completion.core for completion in state.completions]
+    reasons = [core.finish_reason or "error" for core in cores]
+    times = state.times
+    return FinishedRequest(
+        reason="error" if "error" in reasons else reasons[0],
+        num_prompt_tokens=len(state.prompt_token_ids),
+        num_cached_tokens=cores[0].num_cached_tokens,
+        num_generated_tokens=sum(core.num_output_tokens for core in cores),
+        max_tokens=state.params.max_tokens,
+        n=len(cores),
+        num_preemptions=sum(core.num_preemptions for core in cores),
+        arrival=times.arrival,
+        scheduled=times.scheduled,
+        first_token=times.first_token,
+        last_token=times.last_token,
+        finished=time.monotonic(),
+        longest_sample=max(core.num_output_tokens for core in cores),
+    )
 
 
 def _completion(core: Request) -> Completion:

@@ -24,6 +24,17 @@ class InvalidRequestError(JaxpagedError, ValueError):
         self.index = index
 
 
+class UnavailableError(JaxpagedError, RuntimeError):
+    """The engine takes no request at the moment: it is loading, shutting down, or its queue is full.
+
+    Nothing was queued. `retry_after` is the number of seconds after which to try again.
+    """
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class ModelLoadError(JaxpagedError, ValueError):
     """A checkpoint, tokenizer or model configuration cannot be used as it is."""
 

@@ -10,11 +10,21 @@ import json
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-ALIASES = {"gpu_memory_utilization": ("--device-memory-utilization",)}
+from jaxpaged.errors import ConfigError
+
+ALIASES = {
+    "gpu_memory_utilization": ("--device-memory-utilization",),
+    "tensor_parallel_size": ("-tp",),
+}
 """Second names of flags, by field."""
+SWITCH_WORDS = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+"""What switches a boolean where a value has to be written."""
 NONE = ("none", "None")
 """What stands for None on the command line."""
 
@@ -50,8 +60,10 @@ def add_flags(
     title: str,
     *,
     clashes: Mapping[str, str] | None = None,
+    only: Collection[str] | None = None,
 ) -> None:
-    """Add a flag for every field of the dataclass `cls`, in an argument group named `title`.
+    """Add a flag for every field of the dataclass `cls` (or for those in `only`), in an argument
+    group named `title`.
 
     A flag that is not given leaves nothing in the namespace, so that the defaults stay in one
     place; `given` collects the others. `clashes` maps fields whose plain flag belongs to another
@@ -62,11 +74,16 @@ def add_flags(
     docs = field_docs(cls)
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
+        if only is not None and field.name not in only:
+            continue
         names = [flag_name(field.name, (clashes or {}).get(field.name, ""))]
         names += ALIASES.get(field.name, ())
         text = docs.get(field.name, "")
-        if field.default is not None and field.default is not dataclasses.MISSING:
-            text = f"{text} (default: {field.default})".strip()
+        default = field.default
+        if isinstance(default, tuple):
+            default = ",".join(map(str, default)) or None
+        if default not in (None, "", dataclasses.MISSING):
+            text = f"{text} (default: {default})".strip()
         group.add_argument(
             *names,
             dest=f"{cls.__name__}.{field.name}",
@@ -84,12 +101,42 @@ def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     return {k: None if v in ([word] for word in NONE) else v for k, v in fields.items()}
 
 
-def _options(hint: Any) -> dict[str, Any]:
-    """What `add_argument` needs for a field of this type."""
+def value_of(cls: type, field: str, text: str) -> Any:
+    """The value of a field written as one text (in the environment, say), as its flag reads it.
+
+    Booleans are one of `SWITCH_WORDS`. Raises `ConfigError` for what cannot be read.
+    """
+    hint = typing.get_type_hints(cls)[field]
+    if _kinds(hint)[0] == [bool]:
+        if text.strip().lower() not in SWITCH_WORDS:
+            raise ConfigError(f"expected true or false, got {text!r}")
+        return SWITCH_WORDS[text.strip().lower()]
+    options = _options(hint)
+    parse = options.get("type", str)
+    try:
+        value = parse(text)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(str(error)) from None
+    if options.get("action") == "append":
+        value = [value]
+    return None if value in ([word] for word in NONE) else value
+
+
+def is_text(cls: type, field: str) -> bool:
+    """Whether a text is a value of the field as it stands."""
+    return str in _kinds(typing.get_type_hints(cls)[field])[0]
+
+
+def _kinds(hint: Any) -> tuple[list[Any], bool]:
+    """The types that a field may have, None aside, and whether it may be None."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = list(typing.get_args(hint)) if union else [hint]
-    optional = type(None) in kinds
-    kinds = [kind for kind in kinds if kind is not type(None)]
+    return [kind for kind in kinds if kind is not type(None)], type(None) in kinds
+
+
+def _options(hint: Any) -> dict[str, Any]:
+    """What `add_argument` needs for a field of this type."""
+    kinds, optional = _kinds(hint)
     if kinds == [bool]:
         return {"action": argparse.BooleanOptionalAction}
     if list[str] in kinds:
@@ -98,6 +145,8 @@ def _options(hint: Any) -> dict[str, Any]:
         return {"type": _or_none(_int_list, optional), "metavar": "ID,ID,..."}
     if tuple[int, ...] in kinds:
         return {"type": _or_none(_int_list, optional), "metavar": "N,N,..."}
+    if tuple[str, ...] in kinds:
+        return {"type": _text_list, "action": _Collect, "nargs": "+", "metavar": "TEXT"}
     if any(typing.get_origin(kind) is Mapping for kind in kinds):
         return {"type": _or_none(_json_object, optional), "metavar": "JSON"}
     if kinds == [int]:
@@ -143,6 +192,38 @@ def _int_list(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(
             f"expected integers separated by commas, such as 1,2,3, got {text!r}"
         ) from None
+
+
+def _text_list(text: str) -> list[str]:
+    """Texts separated by commas, or a JSON list of them."""
+    if not text.lstrip().startswith("["):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not a JSON list: {error}") from None
+    if not all(isinstance(part, str) for part in value):
+        raise argparse.ArgumentTypeError("expected a JSON list of texts")
+    return list(value)
+
+
+class _Collect(argparse.Action):
+    """One list from all words after a flag, and from all its occurrences.
+
+    The namespace's `greedy` is the last such flag that took more than one word, if any did.
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if values is not None and len(values) > 1:
+            namespace.greedy = option_string
+        parts = [part for value in values or () for part in value]
+        setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), *parts])
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -17,14 +17,12 @@ from jaxpaged.core.request import Request
 from jaxpaged.device.packing import RowRequest
 from jaxpaged.device.sampling_state import needs_slot, row_fields
 from jaxpaged.errors import InvalidRequestError
+from jaxpaged.outputs import RequestTimes
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.text.bad_words import bad_word_sequences
 from jaxpaged.text.detokenizer import IncrementalDetokenizer
 from jaxpaged.text.stop import StopChecker
 from jaxpaged.text.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or {"prompt" or "prompt_token_ids": ..., "cache_salt": ...}."""
 
 MAX_SALT_CHARS = 1024
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -35,6 +33,11 @@ class ParsedPrompt:
     text: str | None
     token_ids: list[int]
     cache_salt: str | None
+
+
+Prompt = str | Sequence[int] | Mapping[str, Any] | ParsedPrompt
+"""Text, token ids, {"prompt" or "prompt_token_ids": ..., "cache_salt": ...}, or what `Intake.parse`
+made of one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class Intake:
                 "mapping make one with SamplingParams.from_dict.",
                 param="sampling_params",
             )
-        parsed = self.parse(prompt, cache_salt)
+        parsed = prompt if isinstance(prompt, ParsedPrompt) else self.parse(prompt, cache_salt)
         self._check_length(parsed.token_ids, params)
         self._check_params(params)
         slot = self._slot_recipe(params)
@@ -105,6 +108,7 @@ class Intake:
             params,
             self.tokenizer,
             slot,
+            RequestTimes(arrival_time),
         )
         wants_prompt = params.prompt_logprobs is not None
         if wants_prompt:
@@ -118,7 +122,12 @@ class Intake:
         return state
 
     def parse(self, prompt: Prompt, cache_salt: str | None = None) -> ParsedPrompt:
-        """Token ids of a prompt in any of its forms, checked against the vocabulary."""
+        """Token ids of a prompt in any of its forms, checked against the vocabulary.
+
+        Safe to call from any thread.
+        """
+        if isinstance(prompt, ParsedPrompt):
+            return prompt
         text: str | None = None
         if isinstance(prompt, Mapping):
             unknown = [key for key in prompt if key not in _PROMPT_KEYS]

@@ -133,22 +133,14 @@ class LLM:
 
         Raises `InvalidRequestError` if there is no template, or if it refuses the messages.
         """
-        tokenizer = self.get_tokenizer()
-        options: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-            "chat_template": chat_template,
-        }
-        extra = dict(chat_template_kwargs or {})
-        clash = sorted({"messages", *options} & extra.keys())
-        if clash:
-            raise InvalidRequestError(
-                f"chat_template_kwargs must not hold {clash[0]!r}; that is an argument of its own.",
-                param="chat_template_kwargs",
-            )
-        text = tokenizer.apply_chat_template(messages, **options, **extra)
-        return text, tokenizer.encode(text, add_special_tokens=False)
+        return self.get_tokenizer().render_chat(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
     def _run(
         self,

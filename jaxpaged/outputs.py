@@ -39,6 +39,17 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class RequestTimes:
+    """When things happened to a request, in seconds of `time.monotonic()`; None: not yet."""
+
+    arrival: float
+    scheduled: float | None = None
+    """First admission."""
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """All completions of one prompt so far (cumulative)."""
 
@@ -51,6 +62,9 @@ class RequestOutput:
     """Prompt tokens taken from the prefix cache at first admission."""
     prompt_logprobs: list[LogprobDict | None] | None = None
     """One entry a prompt token; the first is None."""
+    times: RequestTimes | None = None
+    num_preemptions: int = 0
+    """Of all its samples together."""
 
 
 @dataclass(slots=True)
@@ -85,6 +99,8 @@ class EngineStats:
     compiles_after_warmup: int = 0
     lazy_compiles: int = 0
     """Programs compiled on first use under enforce_eager."""
+    compile_seconds: float = 0.0
+    """Tracing and compiling, of all programs together."""
     failed_steps: int = 0
     requests_finished: dict[str, int] = field(default_factory=dict)
     """Finish reason -> count."""

@@ -31,7 +31,7 @@ from jaxpaged.device.memory_plan import (
     wanted_length,
 )
 from jaxpaged.device.model_loader import LoadedModel, load_model
-from jaxpaged.device.runner import Runner, step_temporaries
+from jaxpaged.device.runner import Progress, Runner, step_temporaries
 from jaxpaged.device.sampling_state import slot_state_bytes
 from jaxpaged.device.step import StepSettings
 from jaxpaged.engine import Engine
@@ -50,9 +50,10 @@ ACCELERATOR_DEFAULTS = (256, 8192)
 _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """Load the model and start an engine. Raises `ConfigError` or `ModelLoadError` before anything
-    is compiled.
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Load the model and start an engine. `progress` is told of each program compiled.
+
+    Raises `ConfigError` or `ModelLoadError` before anything is compiled.
     """
     _show_log(config)
     # Before anything opens the device.
@@ -91,7 +92,7 @@ def build_engine(config: EngineConfig) -> Engine:
         settings=settings,
     )
     if not config.enforce_eager:
-        _warm_up(runner, config)
+        _warm_up(runner, config, progress)
     limits = Limits(
         vocab_size=vocab,
         max_model_len=plan.max_model_len,
@@ -196,7 +197,7 @@ def _scheduler_config(
     )
 
 
-def _warm_up(runner: Runner, config: EngineConfig) -> None:
+def _warm_up(runner: Runner, config: EngineConfig, tell: Progress | None) -> None:
     with tqdm(
         total=len(runner.buckets.shapes) + 1,
         desc="Compiling",
@@ -208,6 +209,8 @@ def _warm_up(runner: Runner, config: EngineConfig) -> None:
         def progress(done: int, total: int, program: str) -> None:
             bar.n = done
             bar.set_postfix_str(program)
+            if tell is not None:
+                tell(done, total, program)
 
         seconds = runner.warm_up(progress)
     hits = sum(record.cache_hit for record in runner.ledger.records)

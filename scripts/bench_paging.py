@@ -25,17 +25,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from jaxpaged.bench.lengths import MEANS, draw_lengths
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
 
-WORKLOADS = {"sharegpt": (161, 338), "alpaca": (19, 58)}
-"""Mean prompt and output tokens."""
 BLOCK_SIZES = (8, 16, 32, 64)
 WATERMARKS = (0.0, 0.01, 0.02, 0.05, 0.10)
 
@@ -71,21 +69,6 @@ class Result:
     steps: int
     preemptions: int = 0
     recompute_tax: float = 0.0
-
-
-def draw_lengths(name: str, count: int, max_model_len: int, seed: int) -> list[tuple[int, int]]:
-    """(prompt, output) token counts; sigma 1 gives the long tail that both data sets have."""
-    rng = random.Random(f"{name} {seed}")
-    mean_prompt, mean_output = WORKLOADS[name]
-
-    def draw(mean: int, most: int) -> int:
-        return max(1, min(most, round(rng.lognormvariate(math.log(mean) - 0.5, 1.0))))
-
-    shapes = []
-    for _ in range(count):
-        prompt = draw(mean_prompt, max_model_len - 1)
-        shapes.append((prompt, draw(mean_output, max_model_len - prompt)))
-    return shapes
 
 
 def run_paged(work: Work, block_size: int, watermark: float) -> Result:
@@ -194,7 +177,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     report: dict[str, object] = {"benchmark": "paging", "settings": vars(args)}
-    for name in WORKLOADS:
+    for name in MEANS:
         work = Work(
             shapes=draw_lengths(name, args.requests, args.max_model_len, args.seed),
             pool_tokens=args.pool_tokens,

@@ -49,6 +49,25 @@ class BlockPool:
         """Blocks that carry a hash, duplicates included."""
         return len(self._cached) + sum(len(d) for d in self._duplicates.values())
 
+    def count_by_state(self) -> dict[str, int]:
+        """How many blocks are free (and hold nothing), cached (free, but findable by their hash),
+        held (by one), shared (by several) and null. O(num_blocks); from any thread.
+
+        The counts always add up to `num_blocks`. Beside a thread that changes the pool, a block may
+        be told in the state that it has just left.
+        """
+        refs, hashes = self.copy_refs(), self.copy_hashes()  # each of one moment
+        holders = Counter(refs)
+        unheld = holders[0] - 1
+        cached = sum([h is not None and not refs[block] for block, h in enumerate(hashes)])
+        return {
+            "free": unheld - cached,
+            "cached": cached,
+            "held": holders[1],
+            "shared": self.num_blocks - 1 - unheld - holders[1],
+            "null": 1,
+        }
+
     def ref_count(self, block: int) -> int:
         return self._refs[block]
 
@@ -63,6 +82,14 @@ class BlockPool:
     def get_cached(self, block_hash: bytes) -> int | None:
         """The block that has carried this hash longest, held or free; None if there is none."""
         return self._cached.get(block_hash)
+
+    def copy_refs(self) -> list[int]:
+        """Reference count of every block, index = id; the caller's own list."""
+        return self._refs.copy()
+
+    def copy_hashes(self) -> list[bytes | None]:
+        """Hash of every block, None where it has none, index = id; the caller's own list."""
+        return self._hashes.copy()
 
     def free_order(self) -> list[int]:
         """Free blocks, the next to be given out first. O(free); for tests and checks."""

@@ -70,5 +70,10 @@ class CompileLedger:
         return len(self.records)
 
     @property
+    def seconds(self) -> float:
+        """Tracing and compiling, of all programs together."""
+        return 1e-3 * sum(record.milliseconds for record in self.records)
+
+    @property
     def after_warmup(self) -> int:
         return sum(record.after_warmup for record in self.records)

@@ -102,6 +102,16 @@ class Runner:
         """False if other processes run the same steps: none of them may leave the common order."""
         return bool(jax.process_count() == 1)
 
+    @property
+    def dtype_name(self) -> str:
+        """Of weights, activations and KV cache."""
+        return jnp.dtype(self._dtype).name
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the model is cut over."""
+        return int(self._mesh.size)
+
     # ------------------------------------------------------------------ state
 
     def _first_state(self) -> EngineState:
@@ -187,6 +197,11 @@ class Runner:
         self._state = state
         output.samples.copy_to_host_async()
         return Launched(packed, output, wants_prompt)
+
+    def is_ready(self, launched: Launched) -> bool:
+        """True if the step has run, so that reading it would not wait."""
+        samples: Any = launched.output.samples  # its type says nothing of this method
+        return bool(samples.is_ready())
 
     def read(self, launched: Launched) -> StepResult:
         """Wait for the step and copy its results; raises whatever made it fail."""

@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+import re
+import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxpaged.errors import InvalidRequestError
+from jaxpaged.text.budget import MAX_TEXT, Budget, TemplateLimitError, check_text
+from jaxpaged.text.messages import normalise_messages, plain, text_parts
+from jaxpaged.text.sandbox import Sandbox
 
-MAX_RENDERED = 4_000_000
-"""Characters a template may produce, in its output or in one multiplied string."""
-MAX_SECONDS = 2.0
-"""Time a template may take; checked at each output piece and each step of range()."""
-_SENTINEL = "<|:jaxpaged-continues-here:|>"
-_RESERVED = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "tokenize",
-    "bos_token",
-    "eos_token",
+CONTENT_FORMATS = ("auto", "string", "openai")
+"""What a message's content is for the template: as it wants it, text, or a list of parts."""
+_RESERVED = frozenset(
+    {
+        *("messages", "tools", "add_generation_prompt", "continue_final_message"),
+        *("chat_template", "tokenize", "bos_token", "eos_token"),
+    }
 )
+_MAX_ERROR = 500
 
 
 class ChatTemplate:
-    """A compiled chat template. Compiling and rendering raise `InvalidRequestError`."""
+    """A chat template, compiled when first used. Compiling and rendering raise
+    `InvalidRequestError`. Safe to use from several threads at once.
+    """
 
     def __init__(self, text: str, special_tokens: Mapping[str, str]) -> None:
         self.text = text
         self._special_tokens = dict(special_tokens)
-        self._environment = _Sandbox()
+        self._environment = Sandbox()
+        # Two threads that both find nothing here do the same work and store the same result.
         self._compiled: jinja2.Template | None = None
-        self._takes_parts = False
+        self._takes_parts: dict[str, bool] = {}
 
     def render(
         self,
@@ -52,257 +46,168 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        content_format: str = "auto",
+        seconds: float | None = None,
     ) -> str:
         """The prompt of a conversation.
 
         With `continue_final_message` the prompt ends exactly with the last message's text, whatever
         the template puts after messages (space that it strips in front of the text stays stripped).
-        `variables` reach the template too, but may not replace what this function sets.
+        `variables` reach the template too, but may not replace what this function sets. `seconds`
+        is the processor time that the template may take.
         """
-        variables = dict(variables or {})
-        for name in variables:
-            if name in _RESERVED:
-                raise InvalidRequestError(
-                    f"chat_template_kwargs may not set {name!r}.", param="chat_template_kwargs"
-                )
-        chat = normalise_messages(messages)
-        if continue_final_message:
-            if add_generation_prompt:
-                raise InvalidRequestError(
-                    "continue_final_message and add_generation_prompt cannot both be true: one "
-                    "goes on with the last message, the other starts a new one.",
-                    param="continue_final_message",
-                )
-            chat[-1]["content"] += _SENTINEL
-        self._compile()
-        if self._takes_parts:
-            for message in chat:
-                message["content"] = [{"type": "text", "text": message["content"]}]
-        text = self._run(chat, add_generation_prompt, tools, variables)
+        if content_format not in CONTENT_FORMATS:
+            raise InvalidRequestError(
+                f"chat_template_content_format={content_format!r} must be one of "
+                f"{', '.join(CONTENT_FORMATS)}.",
+                param="chat_template_content_format",
+            )
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt cannot both be true: one "
+                "goes on with the last message, the other starts a new one.",
+                param="continue_final_message",
+            )
+        given: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "tools": plain(list(tools), "tools", "tools") if tools else None,
+            **self._variables(variables or {}),
+        }
+        self._environment.budget = Budget(seconds)
+        template = self._compile()
+        chat = normalise_messages(
+            messages,
+            template=self.text,
+            takes_parts=self._wants_parts if content_format == "auto" else _FIXED[content_format],
+        )
         if not continue_final_message:
-            return text
-        end = text.rfind(_SENTINEL)
+            return self._run(template, chat, given)
+        mark = f"<|:continue-{secrets.token_hex(8)}:|>"  # what no message can hold by itself
+        _append(chat[-1], mark)
+        text = self._run(template, chat, given)
+        end = text.rfind(mark)
         if end < 0:
             raise InvalidRequestError(
                 "continue_final_message is not possible: the chat template does not print the "
                 f"text of a final {chat[-1]['role']!r} message.",
                 param="continue_final_message",
             )
-        return text[:end]
+        return text[:end].replace(mark, "")
 
     def check(self) -> None:
         """Raises `InvalidRequestError` if the text is not valid Jinja."""
+        self._environment.budget = Budget()
         self._compile()
 
-    def _compile(self) -> None:
-        if self._compiled is not None:
-            return
-        try:
-            self._compiled = self._environment.from_string(self.text)
-        except jinja2.TemplateError as error:
-            raise InvalidRequestError(
-                f"The chat template is not valid Jinja: {error}", param="chat_template"
-            ) from error
-        self._takes_parts = self._probe()
+    def _variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        where = "chat_template_kwargs"
+        if not isinstance(variables, Mapping):
+            raise InvalidRequestError(f"{where} must be an object.", param=where)
+        for name in variables:
+            if name in _RESERVED or name in self._special_tokens:
+                raise InvalidRequestError(
+                    f"{where} must not hold {name!r}: the request or the model sets it.",
+                    param=where,
+                )
+        copy: dict[str, Any] = plain(variables, where, where)
+        return copy
 
-    def _probe(self) -> bool:
-        """True for templates that print the text of parts but nothing of plain strings."""
-        word = "pr0be"
-        plain: dict[str, Any] = {"role": "user", "content": word}
-        parts: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": word}]}
-        shown = []
-        for message in (plain, parts):
+    def _compile(self) -> jinja2.Template:
+        compiled = self._compiled
+        if compiled is None:
             try:
-                shown.append(self._run([message], False, None, {}))
-            except InvalidRequestError:
-                shown.append("")
+                check_text(len(self.text))
+                compiled = self._environment.from_string(self.text)
+            except Exception as error:  # Python's own compiler has limits too, of many kinds
+                raise InvalidRequestError(
+                    f"The chat template is not valid Jinja: {_told(error)}", param="chat_template"
+                ) from error
+            self._compiled = compiled
+        return compiled
+
+    def _wants_parts(self, role: str) -> bool:
+        """True for templates that print the text of parts but nothing of plain strings."""
+        known = self._takes_parts.get(role)
+        if known is None:
+            known = self._takes_parts[role] = self._probe(role)
+        return known
+
+    def _probe(self, role: str) -> bool:
+        word = "pr0be"
+        shown = [self._shown(role, content) for content in (word, text_parts([word]))]
+        if word not in shown[0] and word not in shown[1] and role != "user":
+            return self._wants_parts("user")  # a template that knows no such message
         return word not in shown[0] and word in shown[1] and "'type'" not in shown[1]
 
+    def _shown(self, role: str, content: Any) -> str:
+        """What a short conversation prints whose last message but for systems is of this role."""
+        user = {"role": "user", "content": "" if isinstance(content, str) else text_parts([""])}
+        asked = {"role": role, "content": content}
+        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {}}}
+        alone = role in ("user", "system", "developer")
+        before: list[dict[str, Any]] = [] if alone else [user]
+        if role == "tool":
+            asked |= {"name": "f", "tool_call_id": "call00000"}
+            before = [user, {"role": "assistant", "content": user["content"], "tool_calls": [call]}]
+        after = [user] if role in ("system", "developer") else []
+        try:
+            given = {"add_generation_prompt": False, "tools": None}
+            return self._run(self._compile(), [*before, asked, *after], given)
+        except InvalidRequestError as error:
+            if isinstance(error.__cause__, TemplateLimitError):
+                raise
+            return ""
+
     def _run(
-        self,
-        chat: list[dict[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
+        self, template: jinja2.Template, chat: list[dict[str, Any]], given: Mapping[str, Any]
     ) -> str:
-        assert self._compiled is not None
-        deadline = time.monotonic() + MAX_SECONDS
+        budget = self._environment.budget
         pieces: list[str] = []
         length = 0
         try:
-            for piece in self._compiled.generate(
-                {
-                    **self._special_tokens,
-                    **variables,
-                    "messages": chat,
-                    "tools": list(tools) if tools else None,
-                    "add_generation_prompt": add_generation_prompt,
-                    "range": functools.partial(_TimedRange, deadline),
-                }
-            ):
+            for piece in template.generate({**self._special_tokens, **given, "messages": chat}):
                 pieces.append(piece)
                 length += len(piece)
-                if length > MAX_RENDERED:
-                    raise jinja2.TemplateError(f"it printed more than {MAX_RENDERED} characters")
-                _check_time(deadline)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise _refused(error) from error
-        except (AttributeError, RecursionError, MemoryError) as error:
-            raise _refused(error) from error
+                if length > MAX_TEXT:
+                    raise TemplateLimitError(f"it printed more than {MAX_TEXT} characters")
+                budget.tick()
+        except Exception as error:  # templates are programs: they can fail in any way
+            raise InvalidRequestError(
+                f"The chat template refused the messages: {_told(error)}", param="messages"
+            ) from error
         return "".join(pieces)
 
 
-def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of the messages with string contents.
-
-    Lists of text parts are joined by newlines. Content may be missing from assistant and tool
-    messages only. Arguments of tool calls become objects, which is what templates print from.
-    Raises `InvalidRequestError` for anything else.
-    """
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise _bad("messages must be a list of messages.")
-    if not messages:
-        raise _bad("messages must not be empty.")
-    chat = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise _bad(f"messages[{i}] must be an object with role and content.")
-        role = message.get("role")
-        if not isinstance(role, str) or not role:
-            raise _bad(f"messages[{i}].role must be a non-empty string, got {role!r}.")
-        copy = dict(message)
-        copy["content"] = _content(i, role, message.get("content"))
-        if message.get("tool_calls"):
-            copy["tool_calls"] = [_tool_call(i, call) for call in message["tool_calls"]]
-        chat.append(copy)
-    return chat
+def _always(role: str) -> bool:
+    return True
 
 
-def _content(i: int, role: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if role in ("assistant", "tool"):
-            return ""
-        raise _bad(f"messages[{i}].content is missing; {role} messages need text.")
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise _bad(f"messages[{i}].content must be text or a list of parts, got {content!r:.80}.")
-    texts = []
-    for j, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if kind not in ("text", "input_text", "output_text") and not isinstance(part, str):
-            raise _bad(
-                f"messages[{i}].content[{j}] has type {kind!r}; this model takes only text parts."
-            )
-        if not isinstance(text, str):
-            raise _bad(f"messages[{i}].content[{j}].text must be a string, got {text!r:.80}.")
-        texts.append(text)
-    return "\n".join(texts)
+def _never(role: str) -> bool:
+    return False
 
 
-def _tool_call(i: int, call: Any) -> dict[str, Any]:
-    if not isinstance(call, Mapping):
-        raise _bad(f"messages[{i}].tool_calls must be a list of objects.")
-    copy = dict(call)
-    function = call.get("function")
-    if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-        try:
-            arguments = json.loads(function["arguments"] or "{}")
-        except ValueError as error:
-            raise _bad(f"messages[{i}].tool_calls: arguments are not JSON: {error}.") from error
-        copy["function"] = {**function, "arguments": arguments}
-    return copy
+_FIXED = {"string": _never, "openai": _always}
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The environment model authors write for: transformers' globals and white-space rules."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _Generation],
-        )
-        self.filters["tojson"] = _tojson
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            for many, times in ((left, right), (right, left)):
-                sized = isinstance(many, (str, list, tuple)) and isinstance(times, int)
-                if sized and len(many) * times > MAX_RENDERED:
-                    raise jinja2.TemplateError("it multiplies a string beyond the limit")
-        if operator == "**" and isinstance(right, (int, float)) and abs(right) > 64:
-            raise jinja2.TemplateError("it raises a number to a power above 64")
-        return super().call_binop(context, operator, left, right)
+def _append(message: dict[str, Any], mark: str) -> None:
+    """Mark the end of a message's text."""
+    if isinstance(message["content"], str):
+        message["content"] += mark
+    elif message["content"]:
+        message["content"][-1]["text"] += mark
+    else:
+        message["content"] = text_parts([mark])
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks training targets; here it prints its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - typed so by jinja2
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes <, > and & for HTML, which models never saw.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-class _TimedRange(Sequence[int]):
-    """`range` that keeps checking the clock, so that nested empty loops end too."""
-
-    def __init__(self, deadline: float, *bounds: int) -> None:
-        self._deadline = deadline
-        self._range = range(*bounds)
-
-    def __len__(self) -> int:
-        return len(self._range)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._range[index]
-
-    def __iter__(self) -> Iterator[int]:
-        for i in self._range:
-            _check_time(self._deadline)
-            yield i
-
-
-def _check_time(deadline: float) -> None:
-    if time.monotonic() > deadline:
-        raise jinja2.TemplateError(f"it ran for more than {MAX_SECONDS:g} s")
-
-
-def _refused(error: Exception) -> InvalidRequestError:
-    return InvalidRequestError(f"The chat template refused the messages: {error}", param="messages")
-
-
-def _bad(message: str) -> InvalidRequestError:
-    return InvalidRequestError(message, param="messages")
+def _told(error: Exception) -> str:
+    """The reason, short, and without addresses of objects."""
+    text = str(error) if str(error) else type(error).__name__
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        text = f"{error.message} (line {error.lineno})"
+    elif isinstance(error, RecursionError):
+        text = "it calls itself without end"
+    elif isinstance(error, OSError):
+        text = error.strerror or "it may not use files"
+    elif isinstance(error, MemoryError):
+        text = "it needs too much memory"
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)[:_MAX_ERROR]

@@ -121,6 +121,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> str:
         """Render a conversation to text, to be encoded with `add_special_tokens=False`.
@@ -144,8 +145,37 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            variables=kwargs,
+            variables={**kwargs, **(chat_template_kwargs or {})},
         )
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+        untrusted: bool = False,
+    ) -> tuple[str, list[int]]:
+        """One conversation as the model reads it: the template's text and its token ids.
+
+        Templates write BOS themselves, so `add_special_tokens` is off; with it on, a text that
+        starts with BOS still gets no second one. `untrusted` says that `chat_template` comes from
+        a stranger. Raises `InvalidRequestError` when there is no template, the messages are
+        malformed, or the template refuses them.
+        """
+        text = self.apply_chat_template(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return text, self.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Ids of a conversation: exactly the template's text, with no second BOS."""

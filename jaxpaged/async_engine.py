@@ -1,0 +1,593 @@
+"""An engine in a thread of its own, for asyncio: requests go in, a stream of deltas comes out.
+
+One thread runs the engine and everything that touches it. The event loop posts commands to it (add,
+abort, call), which it takes between two steps, and gets the outputs of each step in one call. An
+idle engine waits for the next command; nothing polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    UnavailableError,
+)
+from jaxpaged.metrics import EngineMetrics
+from jaxpaged.outputs import EngineStats, RequestOutput
+from jaxpaged.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # importing these starts JAX, which only the engine's thread does
+    from jaxpaged.engine import Engine
+    from jaxpaged.intake import ParsedPrompt, Prompt
+    from jaxpaged.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+Progress = Callable[[int, int, str], None]
+Build = Callable[[EngineConfig, Progress], "Engine"]
+_log = logging.getLogger(__name__)
+
+_TEXT_THREADS = 4
+"""Tokenising and templates run here, off the event loop."""
+_LOADING_RETRY = 5.0
+_BUSY_RETRY = 1.0
+_CLOSE_SECONDS = 60.0
+"""How long `close` waits for the step that is running."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a loaded engine is. Lengths in tokens."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    max_logprobs: int
+    num_blocks: int
+    """The null block included."""
+    block_size: int
+    dtype: str
+    tensor_parallel_size: int
+    eos_token_ids: tuple[int, ...]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    scheduling_policy: str
+    enable_prefix_caching: bool
+
+
+class RequestStream:
+    """Async iterator over the deltas of one request; made by `AsyncEngine.submit`.
+
+    The last delta has `finished` set. Raises `EngineDeadError` if the engine dies before. Call
+    `close` when done with it, whatever happened: it aborts a request that has not ended.
+    """
+
+    def __init__(self, engine: AsyncEngine, request_id: str, prompt: ParsedPrompt) -> None:
+        self.request_id = request_id
+        self.prompt = prompt.text
+        self.prompt_token_ids = prompt.token_ids
+        self._engine = engine
+        self._outputs: deque[RequestOutput] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        self._ended = False
+        self._closed = False
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            if self._ended or self._closed:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._outputs.popleft()
+
+    def close(self) -> None:
+        """Abort the request if it has not ended. Idempotent; call it on the event loop."""
+        if self._closed:
+            return
+        self._closed = True
+        self._wake()
+        if not self._ended and self._error is None:
+            self._engine._abort(self.request_id)
+
+    def _push(self, output: RequestOutput) -> None:
+        self._ended = output.finished
+        if not self._closed:
+            self._outputs.append(output)
+            self._wake()
+
+    def _fail(self, error: Exception) -> None:
+        if not self._ended:
+            self._error = error
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class AsyncEngine:
+    """Runs one `Engine` in a thread. All methods belong to the thread of the event loop that called
+    `start`, except where they say otherwise.
+
+    Raises `ConfigError` for settings that the thread cannot honour.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        build: Build | None = None,
+        max_queued_requests: int | None = None,
+        max_queued_tokens: int | None = None,
+    ) -> None:
+        """`build` makes the engine (default: `startup.build_engine`). The limits are on requests
+        that wait for admission, and on their prompt tokens; None is no limit.
+        """
+        if config.num_processes > 1:
+            raise ConfigError(
+                f"num_processes={config.num_processes}: requests that come over a network reach "
+                "only one process. Use one, with --tensor-parallel-size for its devices."
+            )
+        self.config = config
+        self.metrics = EngineMetrics()
+        self.status = "loading"
+        """loading, ready, draining, dead or closed."""
+        self.error: BaseException | None = None
+        """Why the engine is dead, or could not be loaded."""
+        self.progress: tuple[int, int] | None = None
+        """Programs compiled and their number, while loading."""
+        self._build = build or _build_engine
+        self._max_requests = max_queued_requests
+        self._max_tokens = max_queued_tokens
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._streams: dict[str, RequestStream] = {}
+        """Every accepted request whose last output has not come, its stream closed or not."""
+        self._submitting = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._step_began: float | None = None
+        self._engine: Engine | None = None
+        self._info: EngineInfo | None = None
+        self._pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxpaged-text")
+        self._thread = threading.Thread(target=self._run, name="jaxpaged-engine", daemon=True)
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Start the engine's thread: it loads the model, compiles, then serves."""
+        self._loop = asyncio.get_running_loop()
+        self._loaded: asyncio.Future[None] = self._loop.create_future()
+        self._loaded.add_done_callback(_retrieved)
+        self._thread.start()
+
+    async def wait_ready(self) -> None:
+        """Until the model is loaded; raises what loading raised."""
+        await asyncio.shield(self._loaded)
+
+    async def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait for the others, at most `timeout` seconds.
+
+        False if some had to be aborted; their streams end with finish_reason "abort".
+        """
+        if self.status in ("loading", "ready"):
+            self.status = "draining"
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+            return True
+        except TimeoutError:
+            pass
+        for request_id in list(self._streams):
+            self._abort(request_id)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), _CLOSE_SECONDS)
+        return False
+
+    async def close(self) -> None:
+        """Abort everything, stop the thread and give the device memory back. Idempotent.
+
+        Returns after a minute at most: a step or a load that hangs cannot be interrupted.
+        """
+        if self.status == "closed":
+            return
+        dead = self.status == "dead"
+        if not dead:
+            self.status = "closed"
+        self._commands.put(None)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, _CLOSE_SECONDS)
+        self._fail_all(EngineDeadError("The engine was closed."))
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def info(self) -> EngineInfo:
+        """Raises `UnavailableError` while loading."""
+        self._check_loaded()
+        assert self._info is not None
+        return self._info
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """`SamplingParams()` with the sampling defaults that come with the model."""
+        return self._loaded_engine.default_params
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._loaded_engine.intake.tokenizer
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests accepted, or on their way, that have not ended."""
+        return len(self._streams) + self._submitting
+
+    @property
+    def seconds_in_step(self) -> float:
+        """How long the step that is running has taken so far; 0 between steps. From any thread."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges, without waiting for the engine. From any thread."""
+        engine = self._engine
+        return EngineStats() if engine is None else engine.stats()
+
+    def blocks_by_state(self) -> dict[str, int]:
+        """KV blocks that are free, cached, held, shared and null; empty while loading.
+
+        Does not wait for the engine. From any thread; costs a walk over all blocks.
+        """
+        engine = self._engine
+        return {} if engine is None else engine.scheduler.kv.pool.count_by_state()
+
+    @property
+    def _loaded_engine(self) -> Engine:
+        self._check_loaded()
+        assert self._engine is not None
+        return self._engine
+
+    def _check_loaded(self) -> None:
+        if self._engine is not None:
+            return
+        if self.status == "dead":
+            raise EngineDeadError(f"The engine could not be started: {_told(self.error)}")
+        done = ""
+        if self.progress is not None:
+            done = f" ({self.progress[0]}/{self.progress[1]} programs compiled)"
+        raise UnavailableError(
+            f"The model is still loading{done}; try again in {_LOADING_RETRY:g} s.", _LOADING_RETRY
+        )
+
+    # ------------------------------------------------------------------ requests
+
+    async def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        stream_interval: int = 1,
+    ) -> RequestStream:
+        """Queue a request; returns once the engine has accepted it.
+
+        The prompt is tokenised in a pool of threads. `stream_interval` is the number of tokens
+        between two deltas. Raises `InvalidRequestError`, `UnavailableError` (loading, shutting
+        down, queue full) or `EngineDeadError`; nothing is queued then, nor when it is cancelled.
+        """
+        arrival = time.monotonic()
+        self._check_accepting()
+        self._submitting += 1
+        self._idle.clear()
+        try:
+            intake = self._loaded_engine.intake
+            parsed = await self.run_in_pool(intake.parse, prompt, cache_salt)
+            self._check_accepting()
+            if request_id in self._streams:
+                raise InvalidRequestError(
+                    f"request_id {request_id!r} is in use; wait for it to end or take another.",
+                    param="request_id",
+                )
+            stream = self._streams[request_id] = RequestStream(self, request_id, parsed)
+
+            def add(engine: Engine) -> None:
+                self._check_queue(engine, len(parsed.token_ids))
+                engine.add_request(
+                    request_id,
+                    parsed,
+                    params,
+                    priority=priority,
+                    arrival_time=arrival,
+                    delta_interval=stream_interval,
+                )
+
+            accepted = self._post(add)
+            try:
+                await asyncio.shield(accepted)
+            except asyncio.CancelledError:  # the caller left while the engine was busy
+                accepted.add_done_callback(
+                    lambda done: self._forget(request_id) if _failed(done) else stream.close()
+                )
+                raise
+            except BaseException:
+                self._forget(request_id)
+                raise
+            return stream
+        finally:
+            self._submitting -= 1
+            self._note_idle()
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text. Raises `InvalidRequestError` without tokenizer, or for bad Unicode."""
+        tokenizer = self._needed_tokenizer()
+
+        def encode() -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return await self.run_in_pool(encode)
+
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> tuple[str, list[int]]:
+        """Text and ids of a conversation; options as `Tokenizer.render_chat`."""
+        tokenizer = self._needed_tokenizer()
+
+        def render() -> tuple[str, list[int]]:
+            return tokenizer.render_chat(messages, **options)
+
+        return await self.run_in_pool(render)
+
+    async def run_in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run something that takes long, such as tokenising, beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Run a function on the engine's thread, between two steps; returns what it returns."""
+        self._check_loaded()
+        return await asyncio.shield(self._post(function))
+
+    def _needed_tokenizer(self) -> Tokenizer:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "This engine has no tokenizer (skip_tokenizer_init); give token ids."
+            )
+        return tokenizer
+
+    def _check_accepting(self) -> None:
+        if self.status == "draining" or self.status == "closed":
+            raise UnavailableError("The server is shutting down.", _LOADING_RETRY)
+        if self.status == "dead":
+            raise EngineDeadError(f"The engine is dead: {_told(self.error)}")
+        self._check_loaded()
+
+    def _check_queue(self, engine: Engine, num_tokens: int) -> None:
+        """On the engine's thread: raises `UnavailableError` where a limit is reached."""
+        scheduler = engine.scheduler
+        waiting = scheduler.num_waiting
+        if self._max_requests is not None and waiting >= self._max_requests:
+            self.metrics.rejected("queue_full")
+            raise UnavailableError(
+                f"{waiting} requests are waiting, and max_num_queued_reqs={self._max_requests}; "
+                "try again later.",
+                _BUSY_RETRY,
+            )
+        if self._max_tokens is None or not waiting:
+            return
+        queued = sum(request.num_prompt_tokens for request in scheduler.waiting)
+        if queued + num_tokens > self._max_tokens:
+            self.metrics.rejected("queue_full")
+            raise UnavailableError(
+                f"{queued} prompt tokens are waiting and this request has {num_tokens}, and "
+                f"max_num_queued_tokens={self._max_tokens}; try again later.",
+                _BUSY_RETRY,
+            )
+
+    # ------------------------------------------------------------------ between the threads
+
+    def _post(self, function: Callable[[Engine], T]) -> asyncio.Future[T]:
+        """Have a command run on the engine's thread."""
+        if self.status in ("dead", "closed"):
+            raise EngineDeadError(f"The engine is {self.status}: {_told(self.error)}")
+        future: asyncio.Future[T] = self._loop.create_future()
+        future.add_done_callback(_retrieved)
+        self._commands.put(_Command(function, future))
+        return future
+
+    def _abort(self, request_id: str) -> None:
+        with suppress(EngineDeadError):
+            self._post(lambda engine: engine.abort(request_id))
+
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._streams and not self._submitting:
+            self._idle.set()
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            if output.finished:
+                del self._streams[output.request_id]
+            stream._push(output)
+        self._note_idle()
+
+    def _fail_all(self, error: Exception) -> None:
+        for stream in self._streams.values():
+            stream._fail(error)
+        self._streams.clear()
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                break
+            if command is not None and not command.future.done():
+                command.future.set_exception(error)
+        self._note_idle()
+
+    def _on_loaded(self) -> None:
+        if self.status == "loading":
+            self.status = "ready"
+        if not self._loaded.done():
+            self._loaded.set_result(None)
+
+    def _on_death(self, error: BaseException) -> None:
+        self.error = error
+        if self.status != "closed":
+            self.status = "dead"
+        if not self._loaded.done():
+            self._loaded.set_exception(_as_exception(error))
+        self._fail_all(EngineDeadError(f"The engine has died: {_told(error)}"))
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def _run(self) -> None:
+        try:
+            engine = self._build(self.config, self._note_progress)
+            engine.metrics = self.metrics
+            self._info = _info(engine, self.config)
+            self._engine = engine
+        except BaseException as error:
+            self._tell(self._on_death, error)
+            return
+        self._tell(self._on_loaded)
+        try:
+            self._serve(engine)
+        except BaseException as error:
+            _log.critical("The engine's thread has died.", exc_info=error)
+            self._tell(self._on_death, error)
+        finally:
+            self._step_began = None
+            with suppress(Exception):  # the first error is the one to tell
+                engine.close()
+
+    def _serve(self, engine: Engine) -> None:
+        while self._take_commands(engine):
+            if not engine.has_unfinished_requests():
+                continue
+            self._step_began = time.monotonic()
+            outputs = engine.step()
+            self._step_began = None
+            if outputs:
+                self._tell(self._deliver, outputs)
+
+    def _take_commands(self, engine: Engine) -> bool:
+        """Run what has been posted; waits for something only while there is nothing to compute.
+
+        False when it is time to stop.
+        """
+        wait = not engine.has_unfinished_requests()
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            self._answer(command, engine)
+            wait = False
+
+    def _answer(self, command: _Command, engine: Engine) -> None:
+        try:
+            result = command.function(engine)
+        except Exception as error:
+            self._tell(_set_exception, command.future, error)
+        except BaseException as error:
+            self._tell(_set_exception, command.future, _as_exception(error))
+            raise
+        else:
+            self._tell(_set_result, command.future, result)
+
+    def _note_progress(self, done: int, total: int, program: str) -> None:
+        self.progress = (done, total)
+
+    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run something on the event loop; nobody is left to hear it once that is closed."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    function: Callable[[Engine], Any]
+    future: asyncio.Future[Any]
+
+
+def _build_engine(config: EngineConfig, progress: Progress) -> Engine:
+    from jaxpaged.startup import build_engine  # starts JAX
+
+    return build_engine(config, progress)
+
+
+def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
+    limits, scheduler = engine.intake.limits, engine.scheduler.config
+    return EngineInfo(
+        model=config.model,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        max_logprobs=limits.max_logprobs,
+        num_blocks=scheduler.num_blocks,
+        block_size=scheduler.block_size,
+        dtype=engine.runner.dtype_name,
+        tensor_parallel_size=engine.runner.num_devices,
+        eos_token_ids=limits.eos_token_ids,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        scheduling_policy=scheduler.policy,
+        enable_prefix_caching=scheduler.enable_prefix_caching,
+    )
+
+
+def _set_result(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _failed(future: asyncio.Future[Any]) -> bool:
+    return future.cancelled() or future.exception() is not None
+
+
+def _retrieved(future: asyncio.Future[Any]) -> None:
+    """The error of a future that nobody awaits any more is no news."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _as_exception(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else EngineDeadError(_told(error))
+
+
+def _told(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")

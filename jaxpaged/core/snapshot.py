@@ -1,0 +1,185 @@
+"""What the pool and the requests look like at one moment, copied so that others can read it.
+
+Taking one costs a few plain copies on the engine's thread. What is derived from them (a letter a
+block, counts, differences) is worked out later, on the thread of whoever looks.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+
+from jaxpaged.core.kv_groups import Windows
+from jaxpaged.core.request import Request
+from jaxpaged.core.scheduler import Scheduler
+
+NULL, FREE, CACHED, HELD, SHARED = "0fchs"
+"""A block's state: the null block; free; free, but findable by its hash; held by one request; held
+by several."""
+
+STATE_NAMES = {FREE: "free", CACHED: "cached", HELD: "held", SHARED: "shared", NULL: "null"}
+
+_HOLDERS = bytes(min(refs, 2) for refs in range(256))
+_LETTERS = bytes.maketrans(
+    bytes([0, 1, 2, 4, 5, 6]), f"{FREE}{HELD}{SHARED}{CACHED}{HELD}{SHARED}".encode()
+)
+"""From holders (at most 2) plus 4 if there is a hash."""
+
+_CHUNK = 512
+"""Blocks that are compared at once when differences are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSnapshot:
+    """One request. `tables` has one list of block ids for each group of layers."""
+
+    key: int
+    """Its rank among all requests ever added: unlike its id never used twice."""
+    request_id: str
+    status: str
+    """waiting, running or preempted."""
+    num_tokens: int
+    """Prompt, and outputs read so far."""
+    num_computed_tokens: int
+    """Positions whose KV is in the pool once every launched step has run."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens taken from the prefix cache at the first admission."""
+    num_preemptions: int
+    tables: tuple[array[int], ...]
+
+
+@dataclass(frozen=True)
+class PoolSnapshot:
+    """The pool and the queues between two steps. Immutable; safe to read on any thread."""
+
+    block_size: int
+    """Tokens per block."""
+    windows: Windows
+    """For each group of layers its window in tokens; None is full attention."""
+    refs: Sequence[int]
+    """Holders of each block, index = id."""
+    hashes: Sequence[bytes | None]
+    """What each block can be found by, index = id."""
+    running: tuple[RequestSnapshot, ...]
+    """In the order of admission."""
+    next_waiting: tuple[RequestSnapshot, ...]
+    """The first of those that wait, in the order in which they would be admitted."""
+    num_waiting: int
+
+    @property
+    def num_blocks(self) -> int:
+        """The null block included."""
+        return len(self.refs)
+
+    @cached_property
+    def states(self) -> str:
+        """One letter a block: NULL, FREE, CACHED, HELD or SHARED."""
+        # Both are bytes below 4, added as two large numbers: no loop over blocks in Python.
+        holders = _capped(self.refs).translate(_HOLDERS)
+        hashed = bytes(map(bool, self.hashes))
+        kinds = int.from_bytes(holders, "little") + (int.from_bytes(hashed, "little") << 2)
+        letters = kinds.to_bytes(self.num_blocks, "little").translate(_LETTERS).decode("ascii")
+        return NULL + letters[1:]
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Blocks in each state, by its name in STATE_NAMES; they add up to `num_blocks`."""
+        return {name: self.states.count(letter) for letter, name in STATE_NAMES.items()}
+
+    @cached_property
+    def shared(self) -> dict[int, int]:
+        """Block -> its holders, where there are at least two."""
+        return {m.start(): self.refs[m.start()] for m in re.finditer(SHARED, self.states)}
+
+    def changed_since(self, before: PoolSnapshot) -> list[int]:
+        """Ids, ascending, of the blocks whose state or number of holders differs.
+
+        Raises `ValueError` if the other snapshot is of a pool of another size.
+        """
+        self._check_same_pool(before)
+        return [
+            block
+            for start in _unequal_chunks(self.refs, before.refs, self.states, before.states)
+            for block in range(start, min(start + _CHUNK, self.num_blocks))
+            if self.refs[block] != before.refs[block] or self.states[block] != before.states[block]
+        ]
+
+    def hits_since(self, before: PoolSnapshot, changed: Sequence[int]) -> list[int]:
+        """Those of the `changed` blocks that got another holder for what they already held: prefix
+        hits. A block that was given out for new content has lost its hash, or has another."""
+        return [
+            block
+            for block in changed
+            if self.refs[block] > before.refs[block]
+            and before.hashes[block] is not None
+            and self.hashes[block] == before.hashes[block]
+        ]
+
+    def evicted_since(self, before: PoolSnapshot, changed: Sequence[int]) -> list[int]:
+        """Those of the `changed` blocks that were cached and whose content is gone."""
+        return [
+            block
+            for block in changed
+            if before.states[block] == CACHED and self.hashes[block] != before.hashes[block]
+        ]
+
+    def _check_same_pool(self, before: PoolSnapshot) -> None:
+        if before.num_blocks != self.num_blocks:
+            raise ValueError(
+                f"snapshots of pools of {before.num_blocks} and {self.num_blocks} blocks cannot be "
+                "compared; send the whole of the second."
+            )
+
+
+def take_snapshot(scheduler: Scheduler, *, most_waiting: int = 16) -> PoolSnapshot:
+    """Copy what can be seen, on the scheduler's own thread. O(blocks + entries of all tables), each
+    a memory copy: a fraction of a millisecond for tens of thousands of blocks.
+
+    `most_waiting` bounds how many of the waiting requests are listed.
+    """
+    pool = scheduler.kv.pool
+    return PoolSnapshot(
+        block_size=scheduler.config.block_size,
+        windows=scheduler.config.windows,
+        refs=pool.copy_refs(),
+        hashes=pool.copy_hashes(),
+        running=tuple(_copy(request) for request in scheduler.running),
+        next_waiting=tuple(_copy(r) for r in islice(scheduler.waiting, most_waiting)),
+        num_waiting=scheduler.num_waiting,
+    )
+
+
+def _copy(request: Request) -> RequestSnapshot:
+    return RequestSnapshot(
+        key=request.queue_order,
+        request_id=request.request_id,
+        status=request.status.value,
+        num_tokens=request.num_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
+        tables=tuple(table[:] for table in request.tables),
+    )
+
+
+def _capped(refs: Sequence[int]) -> bytes:
+    try:
+        return bytes(refs)
+    except ValueError:  # more than 255 share a block
+        return bytes([min(count, 255) for count in refs])
+
+
+def _unequal_chunks(
+    refs: Sequence[int], old_refs: Sequence[int], states: str, old_states: str
+) -> Iterator[int]:
+    """Starts of the chunks in which anything differs; the rest is compared at C speed."""
+    for start in range(0, len(refs), _CHUNK):
+        end = start + _CHUNK
+        if states[start:end] != old_states[start:end] or refs[start:end] != old_refs[start:end]:
+            yield start

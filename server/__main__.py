@@ -1,0 +1,10 @@
+"""`python -m server` is the command `jaxpaged serve`."""
+
+from __future__ import annotations
+
+import sys
+
+from jaxpaged.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["serve", *sys.argv[1:]]))

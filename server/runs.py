@@ -1,0 +1,188 @@
+"""One HTTP request's generation: one or more prompts, n samples each, as one stream of pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxpaged.errors import InvalidRequestError
+from jaxpaged.outputs import LogprobDict, RequestOutput
+from jaxpaged.sampling_params import SamplingParams
+from server.context import Context
+from server.errors import ApiError, as_api_error
+
+if TYPE_CHECKING:
+    from jaxpaged.async_engine import RequestStream
+    from jaxpaged.intake import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new for one choice."""
+
+    index: int
+    """prompt_index * n + sample."""
+    text: str
+    token_ids: list[int]
+    logprobs: list[LogprobDict] | None
+    """One entry a token, if asked for."""
+    finish_reason: str | None
+    """stop or length, with the choice's last piece."""
+    stop_reason: int | str | None
+    prompt_logprobs: list[LogprobDict | None] | None = None
+    """Once a prompt, with the first piece of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens so far. Each prompt counts once, whatever its n."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Run:
+    """Async iterator of `Piece`, in the order in which things happen. Made by `start_run`.
+
+    A choice that fails raises `ApiError` and ends the run. Call `close` when done with it, whatever
+    happened: it aborts what has not ended.
+    """
+
+    def __init__(self, streams: Sequence[RequestStream], n: int) -> None:
+        self.prompts = list(streams)
+        self.n = n
+        self._cached = [0] * len(streams)
+        self._completion_tokens = 0
+        self._pieces: deque[Piece] = deque()
+        self._reading: dict[asyncio.Task[RequestOutput | None], int] = {}
+        self._left = set(range(len(streams)))
+
+    def __aiter__(self) -> Run:
+        return self
+
+    async def __anext__(self) -> Piece:
+        while not self._pieces:
+            if not self._left:
+                raise StopAsyncIteration
+            if len(self._left) == 1 and not self._reading:
+                (place,) = self._left
+                self._take(place, await _next(self.prompts[place]))
+            else:
+                await self._read_any()
+        return self._pieces.popleft()
+
+    def usage(self) -> Usage:
+        prompt_tokens = sum(len(stream.prompt_token_ids) for stream in self.prompts)
+        return Usage(prompt_tokens, self._completion_tokens, sum(self._cached))
+
+    def close(self) -> None:
+        """Abort what has not ended. Idempotent."""
+        for task in self._reading:
+            task.cancel()
+        self._reading.clear()
+        self._left.clear()
+        for stream in self.prompts:
+            stream.close()
+
+    async def _read_any(self) -> None:
+        reading = set(self._reading.values())
+        for place in self._left - reading:
+            self._reading[asyncio.ensure_future(_next(self.prompts[place]))] = place
+        done, _ = await asyncio.wait(self._reading, return_when=asyncio.FIRST_COMPLETED)
+        for task in sorted(done, key=self._reading.__getitem__):
+            place = self._reading.pop(task)
+            self._take(place, task.result())
+
+    def _take(self, place: int, output: RequestOutput | None) -> None:
+        if output is None:
+            self._left.discard(place)
+            return
+        self._cached[place] = output.num_cached_tokens
+        prompt_logprobs = output.prompt_logprobs
+        for sample in output.outputs:
+            self._completion_tokens += len(sample.token_ids)
+            if sample.finish_reason == "error":
+                raise ApiError(500, sample.error or "The request failed.")
+            if sample.finish_reason == "abort":
+                raise ApiError(503, "The server is shutting down.", retry_after=5.0)
+            piece = Piece(
+                index=place * self.n + sample.index,
+                text=sample.text,
+                token_ids=sample.token_ids,
+                logprobs=sample.logprobs,
+                finish_reason=sample.finish_reason,
+                stop_reason=sample.stop_reason,
+                prompt_logprobs=prompt_logprobs,
+            )
+            prompt_logprobs = None
+            self._pieces.append(piece)
+        if output.finished:
+            self._left.discard(place)
+
+
+async def start_run(
+    context: Context,
+    request_id: str,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    stream_interval: int | None = None,
+) -> Run:
+    """Submit all prompts, or none.
+
+    Raises `ApiError`; where several prompts were given it names the place of the offending one.
+    """
+    interval = context.settings.stream_interval if stream_interval is None else stream_interval
+
+    def submit(place: int, prompt: Prompt) -> Coroutine[Any, Any, RequestStream]:
+        return context.engine.submit(
+            request_id if len(prompts) == 1 else f"{request_id}-{place}",
+            prompt,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            stream_interval=interval,
+        )
+
+    # All at once: the engine answers between two steps, and each step may take long.
+    tasks = [asyncio.ensure_future(submit(*numbered)) for numbered in enumerate(prompts)]
+    try:
+        await asyncio.wait(tasks)
+        return Run([_accepted(task, i, len(tasks)) for i, task in enumerate(tasks)], params.n)
+    except BaseException as error:
+        for task in tasks:
+            task.cancel()  # those that are not done
+            task.add_done_callback(_close_accepted)
+        if isinstance(error, Exception):
+            raise as_api_error(error) from error
+        raise
+
+
+def _accepted(task: asyncio.Future[RequestStream], place: int, count: int) -> RequestStream:
+    """Raises what the submission raised, with the prompt's place where there are several."""
+    try:
+        return task.result()
+    except InvalidRequestError as error:
+        if count == 1:
+            raise
+        raise InvalidRequestError(f"prompt {place}: {error}", error.param, place) from error
+
+
+def _close_accepted(task: asyncio.Future[RequestStream]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()
+
+
+async def _next(stream: RequestStream) -> RequestOutput | None:
+    try:
+        return await anext(stream)
+    except StopAsyncIteration:
+        return None
+    except Exception as error:
+        raise as_api_error(error) from error
