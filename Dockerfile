@@ -51,6 +51,7 @@ ENV PATH=/opt/jaxpaged/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     JAXPAGED_HOST=0.0.0.0 \
     JAXPAGED_CACHE_DIR=/cache \
+    JAXPAGED_DISABLE_ACCESS_LOG_FOR_ENDPOINTS=/ready,/health,/metrics \
     HF_HOME=/models
 USER 1000:1000
 WORKDIR /home/jaxpaged

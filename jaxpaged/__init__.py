@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpaged.async_engine import AsyncEngine as AsyncEngine
     from jaxpaged.config import EngineConfig as EngineConfig
     from jaxpaged.engine import Engine as Engine
     from jaxpaged.errors import (
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
         ModelLoadError as ModelLoadError,
     )
     from jaxpaged.errors import (
+        UnavailableError as UnavailableError,
+    )
+    from jaxpaged.errors import (
         UnsupportedModelError as UnsupportedModelError,
     )
     from jaxpaged.llm import LLM as LLM
@@ -38,6 +42,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "llm",
+    "AsyncEngine": "async_engine",
     "Engine": "engine",
     "EngineConfig": "config",
     "SamplingParams": "sampling_params",
@@ -50,6 +55,7 @@ _HOME = {
     "ModelLoadError": "errors",
     "UnsupportedModelError": "errors",
     "EngineDeadError": "errors",
+    "UnavailableError": "errors",
 }
 __all__ = ["__version__", *_HOME]
 

@@ -1,18 +1,13 @@
 """An engine in a thread of its own, for asyncio: requests go in, a stream of deltas comes out.
 
-One thread runs the engine and everything that touches it. The event loop posts commands to it (add,
-abort, call), which it takes between two steps, and gets the outputs of each step in one call. An
-idle engine waits for the next command; nothing polls.
+`AsyncEngine` is the event loop's side: it tokenises in a pool of threads, posts to the engine's
+thread (`engine_thread.py`), and hands the outputs of each step to the streams they belong to.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import queue
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine_thread import Build, EngineThread, as_exception, retrieved, told
 from jaxpaged.errors import (
     ConfigError,
     EngineDeadError,
@@ -28,17 +24,15 @@ from jaxpaged.errors import (
 )
 from jaxpaged.metrics import EngineMetrics
 from jaxpaged.outputs import EngineStats, RequestOutput
+from jaxpaged.request_stream import RequestStream
 from jaxpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # importing these starts JAX, which only the engine's thread does
     from jaxpaged.engine import Engine
-    from jaxpaged.intake import ParsedPrompt, Prompt
+    from jaxpaged.intake import Prompt
     from jaxpaged.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-Progress = Callable[[int, int, str], None]
-Build = Callable[[EngineConfig, Progress], "Engine"]
-_log = logging.getLogger(__name__)
 
 _TEXT_THREADS = 4
 """Tokenising and templates run here, off the event loop."""
@@ -66,65 +60,6 @@ class EngineInfo:
     max_num_batched_tokens: int
     scheduling_policy: str
     enable_prefix_caching: bool
-
-
-class RequestStream:
-    """Async iterator over the deltas of one request; made by `AsyncEngine.submit`.
-
-    The last delta has `finished` set. Raises `EngineDeadError` if the engine dies before. Call
-    `close` when done with it, whatever happened: it aborts a request that has not ended.
-    """
-
-    def __init__(self, engine: AsyncEngine, request_id: str, prompt: ParsedPrompt) -> None:
-        self.request_id = request_id
-        self.prompt = prompt.text
-        self.prompt_token_ids = prompt.token_ids
-        self._engine = engine
-        self._outputs: deque[RequestOutput] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: Exception | None = None
-        self._ended = False
-        self._closed = False
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while not self._outputs:
-            if self._error is not None:
-                raise self._error
-            if self._ended or self._closed:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._outputs.popleft()
-
-    def close(self) -> None:
-        """Abort the request if it has not ended. Idempotent; call it on the event loop."""
-        if self._closed:
-            return
-        self._closed = True
-        self._wake()
-        if not self._ended and self._error is None:
-            self._engine._abort(self.request_id)
-
-    def _push(self, output: RequestOutput) -> None:
-        self._ended = output.finished
-        if not self._closed:
-            self._outputs.append(output)
-            self._wake()
-
-    def _fail(self, error: Exception) -> None:
-        if not self._ended:
-            self._error = error
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class AsyncEngine:
@@ -156,31 +91,32 @@ class AsyncEngine:
         """loading, ready, draining, dead or closed."""
         self.error: BaseException | None = None
         """Why the engine is dead, or could not be loaded."""
-        self.progress: tuple[int, int] | None = None
-        """Programs compiled and their number, while loading."""
-        self._build = build or _build_engine
+        self._build = build
         self._max_requests = max_queued_requests
         self._max_tokens = max_queued_tokens
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._thread: EngineThread | None = None
         self._streams: dict[str, RequestStream] = {}
         """Every accepted request whose last output has not come, its stream closed or not."""
         self._submitting = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._step_began: float | None = None
-        self._engine: Engine | None = None
         self._info: EngineInfo | None = None
         self._pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxpaged-text")
-        self._thread = threading.Thread(target=self._run, name="jaxpaged-engine", daemon=True)
 
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
         """Start the engine's thread: it loads the model, compiles, then serves."""
-        self._loop = asyncio.get_running_loop()
-        self._loaded: asyncio.Future[None] = self._loop.create_future()
-        self._loaded.add_done_callback(_retrieved)
-        self._thread.start()
+        self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loaded.add_done_callback(retrieved)
+        self._thread = EngineThread(
+            self.config,
+            self._build,
+            self.metrics,
+            on_loaded=self._on_loaded,
+            on_outputs=self._deliver,
+            on_death=self._on_death,
+        )
 
     async def wait_ready(self) -> None:
         """Until the model is loaded; raises what loading raised."""
@@ -211,12 +147,10 @@ class AsyncEngine:
         """
         if self.status == "closed":
             return
-        dead = self.status == "dead"
-        if not dead:
+        if self.status != "dead":
             self.status = "closed"
-        self._commands.put(None)
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join, _CLOSE_SECONDS)
+        if self._thread is not None:
+            await self._thread.stop(_CLOSE_SECONDS)
         self._fail_all(EngineDeadError("The engine was closed."))
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -225,8 +159,9 @@ class AsyncEngine:
     @property
     def info(self) -> EngineInfo:
         """Raises `UnavailableError` while loading."""
-        self._check_loaded()
-        assert self._info is not None
+        engine = self._loaded_engine
+        if self._info is None:
+            self._info = _info(engine, self.config)
         return self._info
 
     @property
@@ -239,6 +174,11 @@ class AsyncEngine:
         return self._loaded_engine.intake.tokenizer
 
     @property
+    def progress(self) -> tuple[int, int] | None:
+        """Programs compiled and their number, while loading; None before the first."""
+        return None if self._thread is None else self._thread.progress
+
+    @property
     def num_unfinished(self) -> int:
         """Requests accepted, or on their way, that have not ended."""
         return len(self._streams) + self._submitting
@@ -246,7 +186,7 @@ class AsyncEngine:
     @property
     def seconds_in_step(self) -> float:
         """How long the step that is running has taken so far; 0 between steps. From any thread."""
-        began = self._step_began
+        began = None if self._thread is None else self._thread.step_began
         return 0.0 if began is None else time.monotonic() - began
 
     def stats(self) -> EngineStats:
@@ -262,17 +202,25 @@ class AsyncEngine:
         engine = self._engine
         return {} if engine is None else engine.scheduler.kv.pool.count_by_state()
 
+    def memory_bytes(self) -> dict[str, int]:
+        """What lies on the first device, by kind (`Runner.memory_bytes`); empty while loading.
+
+        Does not wait for the engine. From any thread.
+        """
+        engine = self._engine
+        return {} if engine is None else engine.runner.memory_bytes()
+
+    @property
+    def _engine(self) -> Engine | None:
+        return None if self._thread is None else self._thread.engine
+
     @property
     def _loaded_engine(self) -> Engine:
-        self._check_loaded()
-        assert self._engine is not None
-        return self._engine
-
-    def _check_loaded(self) -> None:
-        if self._engine is not None:
-            return
+        engine = self._engine
+        if engine is not None:
+            return engine
         if self.status == "dead":
-            raise EngineDeadError(f"The engine could not be started: {_told(self.error)}")
+            raise EngineDeadError(f"The engine could not be started: {told(self.error)}")
         done = ""
         if self.progress is not None:
             done = f" ({self.progress[0]}/{self.progress[1]} programs compiled)"
@@ -311,7 +259,7 @@ class AsyncEngine:
                     f"request_id {request_id!r} is in use; wait for it to end or take another.",
                     param="request_id",
                 )
-            stream = self._streams[request_id] = RequestStream(self, request_id, parsed)
+            stream = self._streams[request_id] = RequestStream(request_id, parsed, self._abort)
 
             def add(engine: Engine) -> None:
                 self._check_queue(engine, len(parsed.token_ids))
@@ -366,7 +314,7 @@ class AsyncEngine:
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run a function on the engine's thread, between two steps; returns what it returns."""
-        self._check_loaded()
+        self._loaded_engine  # noqa: B018 - raises while there is none
         return await asyncio.shield(self._post(function))
 
     def _needed_tokenizer(self) -> Tokenizer:
@@ -381,8 +329,8 @@ class AsyncEngine:
         if self.status == "draining" or self.status == "closed":
             raise UnavailableError("The server is shutting down.", _LOADING_RETRY)
         if self.status == "dead":
-            raise EngineDeadError(f"The engine is dead: {_told(self.error)}")
-        self._check_loaded()
+            raise EngineDeadError(f"The engine is dead: {told(self.error)}")
+        self._loaded_engine  # noqa: B018 - raises while there is none
 
     def _check_queue(self, engine: Engine, num_tokens: int) -> None:
         """On the engine's thread: raises `UnavailableError` where a limit is reached."""
@@ -410,12 +358,9 @@ class AsyncEngine:
 
     def _post(self, function: Callable[[Engine], T]) -> asyncio.Future[T]:
         """Have a command run on the engine's thread."""
-        if self.status in ("dead", "closed"):
-            raise EngineDeadError(f"The engine is {self.status}: {_told(self.error)}")
-        future: asyncio.Future[T] = self._loop.create_future()
-        future.add_done_callback(_retrieved)
-        self._commands.put(_Command(function, future))
-        return future
+        if self._thread is None or self.status in ("dead", "closed"):
+            raise EngineDeadError(f"The engine is {self.status}: {told(self.error)}")
+        return self._thread.post(function)
 
     def _abort(self, request_id: str) -> None:
         with suppress(EngineDeadError):
@@ -436,20 +381,15 @@ class AsyncEngine:
                 continue
             if output.finished:
                 del self._streams[output.request_id]
-            stream._push(output)
+            stream.push(output)
         self._note_idle()
 
     def _fail_all(self, error: Exception) -> None:
         for stream in self._streams.values():
-            stream._fail(error)
+            stream.fail(error)
         self._streams.clear()
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                break
-            if command is not None and not command.future.done():
-                command.future.set_exception(error)
+        if self._thread is not None:
+            self._thread.refuse_all(error)
         self._note_idle()
 
     def _on_loaded(self) -> None:
@@ -463,87 +403,12 @@ class AsyncEngine:
         if self.status != "closed":
             self.status = "dead"
         if not self._loaded.done():
-            self._loaded.set_exception(_as_exception(error))
-        self._fail_all(EngineDeadError(f"The engine has died: {_told(error)}"))
-
-    # ------------------------------------------------------------------ the engine's thread
-
-    def _run(self) -> None:
-        try:
-            engine = self._build(self.config, self._note_progress)
-            engine.metrics = self.metrics
-            self._info = _info(engine, self.config)
-            self._engine = engine
-        except BaseException as error:
-            self._tell(self._on_death, error)
-            return
-        self._tell(self._on_loaded)
-        try:
-            self._serve(engine)
-        except BaseException as error:
-            _log.critical("The engine's thread has died.", exc_info=error)
-            self._tell(self._on_death, error)
-        finally:
-            self._step_began = None
-            with suppress(Exception):  # the first error is the one to tell
-                engine.close()
-
-    def _serve(self, engine: Engine) -> None:
-        while self._take_commands(engine):
-            if not engine.has_unfinished_requests():
-                continue
-            self._step_began = time.monotonic()
-            outputs = engine.step()
-            self._step_began = None
-            if outputs:
-                self._tell(self._deliver, outputs)
-
-    def _take_commands(self, engine: Engine) -> bool:
-        """Run what has been posted; waits for something only while there is nothing to compute.
-
-        False when it is time to stop.
-        """
-        wait = not engine.has_unfinished_requests()
-        while True:
-            try:
-                command = self._commands.get(block=wait)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            self._answer(command, engine)
-            wait = False
-
-    def _answer(self, command: _Command, engine: Engine) -> None:
-        try:
-            result = command.function(engine)
-        except Exception as error:
-            self._tell(_set_exception, command.future, error)
-        except BaseException as error:
-            self._tell(_set_exception, command.future, _as_exception(error))
-            raise
-        else:
-            self._tell(_set_result, command.future, result)
-
-    def _note_progress(self, done: int, total: int, program: str) -> None:
-        self.progress = (done, total)
-
-    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Run something on the event loop; nobody is left to hear it once that is closed."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *arguments)
+            self._loaded.set_exception(as_exception(error))
+        self._fail_all(EngineDeadError(f"The engine has died: {told(error)}"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
-    function: Callable[[Engine], Any]
-    future: asyncio.Future[Any]
-
-
-def _build_engine(config: EngineConfig, progress: Progress) -> Engine:
-    from jaxpaged.startup import build_engine  # starts JAX
-
-    return build_engine(config, progress)
+def _failed(future: asyncio.Future[Any]) -> bool:
+    return future.cancelled() or future.exception() is not None
 
 
 def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
@@ -563,31 +428,3 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
         scheduling_policy=scheduler.policy,
         enable_prefix_caching=scheduler.enable_prefix_caching,
     )
-
-
-def _set_result(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _set_exception(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
-def _failed(future: asyncio.Future[Any]) -> bool:
-    return future.cancelled() or future.exception() is not None
-
-
-def _retrieved(future: asyncio.Future[Any]) -> None:
-    """The error of a future that nobody awaits any more is no news."""
-    if not future.cancelled():
-        future.exception()
-
-
-def _as_exception(error: BaseException) -> Exception:
-    return error if isinstance(error, Exception) else EngineDeadError(_told(error))
-
-
-def _told(error: BaseException | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")

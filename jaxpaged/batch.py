@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.jobs import InputError, Job
@@ -93,44 +93,39 @@ def _prompt(job: Job) -> dict[str, Any]:
     return {key: value for key, value in prompt.items() if value is not None}
 
 
-class ResultWriter:
-    """Writes results as JSON lines in the order of the jobs, each as soon as all before it are in.
+class LineWriter:
+    """Writes lines to a file, or with the path None to standard output.
 
-    `path` is a file, or None for standard output. The file is opened, and emptied, for the first
-    line: a run that yields nothing leaves an older file as it was. Every line is flushed, so that
-    a run that ends early keeps what it wrote. Use it as a context manager. Raises `OutputError`,
-    or `BrokenPipeError` where the reader of standard output left.
+    The file is opened, and emptied, for the first line: a run that yields nothing leaves an older
+    file as it was. Every line is flushed, so that a run that ends early keeps what it wrote. Use it
+    as a context manager. Raises `OutputError`, or `BrokenPipeError` where the reader of standard
+    output left.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, flag: str = "--out") -> None:
+        """`flag` is where the path comes from, for messages."""
         self._path = path
+        self._flag = flag
         self._file: TextIO | None = None
-        self._waiting: dict[int, RequestOutput] = {}
         self.written = 0
         """Lines written."""
 
-    def add(self, place: int, output: RequestOutput) -> None:
-        """Take the finished output of the job at `place`."""
-        self._waiting[place] = output
-        while self.written in self._waiting:
-            result = record(self.written, self._waiting.pop(self.written))
-            self._write(json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n")
-            self.written += 1
-
-    def _write(self, line: str) -> None:
+    def write(self, line: str) -> None:
+        """Write one line; its end is added."""
         try:
             if self._file is None:
                 self._file = self._open()
             with _progress_bars_aside(self._file):
-                self._file.write(line)
+                self._file.write(line + "\n")
                 self._file.flush()
         except OSError as error:
             self._give_up()
             if self._path is None and isinstance(error, BrokenPipeError):
                 raise
-            name = "standard output" if self._path is None else f"--out {self._path}"
+            name = "standard output" if self._path is None else f"{self._flag} {self._path}"
             reason = error.strerror or str(error)
             raise OutputError(f"{name}: {reason}; {self.written} results were written.") from error
+        self.written += 1
 
     def _open(self) -> TextIO:
         if self._path is not None:
@@ -152,7 +147,7 @@ class ResultWriter:
                 self._file.close()
             self._file = None
 
-    def __enter__(self) -> ResultWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -163,6 +158,46 @@ class ResultWriter:
     ) -> None:
         if self._path is not None and self._file is not None:
             self._file.close()
+
+
+class ResultWriter(LineWriter):
+    """Writes results as JSON lines in the order of the jobs, each as soon as all before it are
+    in.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        super().__init__(path)
+        self._waiting: dict[int, RequestOutput] = {}
+
+    def add(self, place: int, output: RequestOutput) -> None:
+        """Take the finished output of the job at `place`."""
+        self._waiting[place] = output
+        while self.written in self._waiting:
+            result = record(self.written, self._waiting.pop(self.written))
+            self.write(json.dumps(result, ensure_ascii=False, allow_nan=False))
+
+
+def check_out(out: str | None, source: str | None, flag: str = "--out") -> None:
+    """Find out before the run, not after it, that results cannot be written: to the file `out`, or
+    to standard output. `source` is the file that prompts are read from. Raises `InputError`.
+    """
+    if out is None:
+        if sys.stdout is None:
+            raise InputError(f"standard output is closed; use {flag} for the results.")
+        return
+    path = Path(out)
+    try:
+        existed = path.exists()
+        if existed and source not in (None, "-") and path.samefile(str(source)):
+            raise InputError(f"{flag} {out} is the file that prompts are read from.")
+        if path.is_fifo():
+            return  # its reader would take a trial for the end
+        with path.open("a", encoding="utf-8"):
+            pass
+        if not existed:
+            path.resolve().unlink()  # the run may yet yield nothing
+    except OSError as error:
+        raise InputError(f"{flag} {out}: {error.strerror}.") from error
 
 
 def _progress_bars_aside(file: TextIO) -> AbstractContextManager[None]:

@@ -1,5 +1,5 @@
-"""The command line: `jaxpaged serve`, `generate` and `convert`. Help and checks of arguments never
-import jax.
+"""The command line: `jaxpaged serve`, `generate`, `bench` and the others. Help and checks of
+arguments never import jax.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from jaxpaged import __version__, batch, flags, jobs
+from jaxpaged import __version__, batch, chat_client, flags, jobs, run_batch
+from jaxpaged.bench import cli as bench_cli
 from jaxpaged.config import DTYPES, EngineConfig, server_environment
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 from jaxpaged.sampling_params import SamplingParams
@@ -125,6 +126,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_convert_flags(convert)
     convert.set_defaults(command=run_convert)
+    bench_cli.add_parser(commands)
+    run_batch.add_parser(commands)
+    chat_client.add_parser(commands)
     return parser
 
 
@@ -203,7 +207,7 @@ def run_generate(args: argparse.Namespace) -> int:
         raise jobs.InputError("there are no prompts: the input is empty.")
     speaks = config.process_id == 0  # all processes compute the results, one of them tells
     if speaks:
-        _check_out(args.out, args.prompt_file)
+        batch.check_out(args.out, args.prompt_file)
     else:
         settings["disable_progress"] = True
         logging.getLogger("jaxpaged").setLevel(logging.WARNING)
@@ -314,27 +318,6 @@ def _stdout_for_results_only(num_processes: int) -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def _check_out(out: str | None, prompt_file: str | None) -> None:
-    """Find out before the run, not after it, that results cannot be written."""
-    if out is None:
-        if sys.stdout is None:
-            raise jobs.InputError("standard output is closed; use --out for the results.")
-        return
-    path = Path(out)
-    try:
-        existed = path.exists()
-        if existed and prompt_file not in (None, "-") and path.samefile(str(prompt_file)):
-            raise jobs.InputError(f"--out {out} is the file that prompts are read from.")
-        if path.is_fifo():
-            return  # its reader would take a trial for the end
-        with path.open("a", encoding="utf-8"):
-            pass
-        if not existed:
-            path.resolve().unlink()  # the run may yet yield nothing
-    except OSError as error:
-        raise jobs.InputError(f"--out {out}: {error.strerror}.") from error
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from jaxpaged.device.runner import Launched, Runner, StepResult
 from jaxpaged.device.sampler import STATUS_ALL_MASKED, STATUS_NOT_FINITE
 from jaxpaged.errors import EngineDeadError, InvalidRequestError
 from jaxpaged.intake import Intake, Prompt
-from jaxpaged.metrics import EngineMetrics, FinishedRequest
+from jaxpaged.metrics import EngineMetrics
 from jaxpaged.outputs import EngineStats, RequestOutput
+from jaxpaged.recording import Recorder
 from jaxpaged.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -62,8 +63,6 @@ class Engine:
         self.runner = runner
         self.intake = intake
         self.default_params = default_params
-        self.metrics: EngineMetrics | None = None
-        """Where to record times and sizes; None records nothing."""
         self._depth = 2 if async_scheduling else 1
         self._check_integrity = check_integrity
         self._eager = eager
@@ -71,9 +70,17 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._changed: dict[str, RequestState] = {}
         """Requests to report at the end of this step, in the order in which they changed."""
-        self._last_read: float | None = None
-        """When the results of the last step came; None if nothing has run since it was idle."""
+        self._recorder = Recorder()
         self._closed = False
+
+    @property
+    def metrics(self) -> EngineMetrics | None:
+        """Where times and sizes are recorded; None records nothing."""
+        return self._recorder.metrics
+
+    @metrics.setter
+    def metrics(self, metrics: EngineMetrics | None) -> None:
+        self._recorder.metrics = metrics
 
     # ------------------------------------------------------------------ requests
 
@@ -172,7 +179,10 @@ class Engine:
             self._ended(_completion(core))
         if step is None:
             return False
-        start, gap = time.monotonic(), self._host_gap()
+        newest = self._in_flight[-1].launched if self._in_flight else None
+        busy = newest is not None and not self.runner.is_ready(newest)
+        gap = self._recorder.host_gap(in_flight=newest is not None, busy=busy)
+        start = time.monotonic()
         try:
             launched = self._launch(step, start)
             seconds = time.monotonic() - start
@@ -181,13 +191,6 @@ class Engine:
             self._recover([step], error)
             return False
         return True
-
-    def _host_gap(self) -> float | None:
-        if self.metrics is None or (self._last_read is None and not self._in_flight):
-            return None
-        if self._in_flight and not self.runner.is_ready(self._in_flight[-1].launched):
-            return 0.0
-        return 0.0 if self._last_read is None else time.monotonic() - self._last_read
 
     def _launch(self, step: ScheduledStep, now: float) -> Launched:
         completions = [_completion(row.request) for row in step.rows]
@@ -215,17 +218,13 @@ class Engine:
             self._recover(failed, error)
             return
         self._in_flight.popleft()
-        self._last_read = time.monotonic()
-        if self.metrics is not None:
-            shape = result.packed.layout.shape
-            self.metrics.step(
-                tokens=oldest.step.num_tokens,
-                padding=shape.rows + shape.tokens - oldest.step.num_tokens,
-                bucket=str(shape),
-                launch_s=oldest.launch_seconds,
-                wait_s=self._last_read - start,
-                host_gap_s=oldest.host_gap,
-            )
+        self._recorder.step(
+            result.packed,
+            oldest.step.num_tokens,
+            launch_seconds=oldest.launch_seconds,
+            wait_seconds=time.monotonic() - start,
+            host_gap=oldest.host_gap,
+        )
         self._finish_step(oldest.step, result)
 
     def _finish_step(self, step: ScheduledStep, result: StepResult) -> None:
@@ -259,25 +258,12 @@ class Engine:
             try:
                 if update.token is not None:
                     completion.add_logprobs(samples, place_of[id(update.request)])
-                    self._note_token(completion, now)
+                    self._recorder.token(completion, now)
                     self._deliver(completion, update.token)
                 elif update.finished:
                     self._ended(completion)
             except Exception as error:  # one request's text must not end the others
                 self._fail_on_host(completion, error)
-
-    def _note_token(self, completion: Completion, now: float) -> None:
-        times, before = completion.parent.times, completion.last_token_time
-        completion.last_token_time = times.last_token = now
-        first = times.first_token is None
-        if first:
-            times.first_token = now
-        if self.metrics is None:
-            return
-        if first:
-            self.metrics.first_token(now - times.arrival)
-        elif before is not None:
-            self.metrics.next_token(now - before)
 
     def _deliver(self, completion: Completion, token: int) -> None:
         core = completion.core
@@ -331,11 +317,10 @@ class Engine:
                 outputs.append(output)
             if state.finished:
                 self._states.pop(request_id, None)
-                if self.metrics is not None:
-                    self.metrics.request_finished(_finished_request(state))
+                self._recorder.finished(state)
         self._changed.clear()
         if not self._in_flight:
-            self._last_read = None
+            self._recorder.idle()
         return outputs
 
     def _recover(self, failed: list[ScheduledStep], error: Exception) -> None:
@@ -426,27 +411,6 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDeadError("The engine was closed; make a new one.")
-
-
-def _finished_request(state: RequestState) -> FinishedRequest:
-    cores = [completion.core for completion in state.completions]
-    reasons = [core.finish_reason or "error" for core in cores]
-    times = state.times
-    return FinishedRequest(
-        reason="error" if "error" in reasons else reasons[0],
-        num_prompt_tokens=len(state.prompt_token_ids),
-        num_cached_tokens=cores[0].num_cached_tokens,
-        num_generated_tokens=sum(core.num_output_tokens for core in cores),
-        max_tokens=state.params.max_tokens,
-        n=len(cores),
-        num_preemptions=sum(core.num_preemptions for core in cores),
-        arrival=times.arrival,
-        scheduled=times.scheduled,
-        first_token=times.first_token,
-        last_token=times.last_token,
-        finished=time.monotonic(),
-        longest_sample=max(core.num_output_tokens for core in cores),
-    )
 
 
 def _completion(core: Request) -> Completion:

@@ -122,11 +122,6 @@ def value_of(cls: type, field: str, text: str) -> Any:
     return None if value in ([word] for word in NONE) else value
 
 
-def is_text(cls: type, field: str) -> bool:
-    """Whether a text is a value of the field as it stands."""
-    return str in _kinds(typing.get_type_hints(cls)[field])[0]
-
-
 def _kinds(hint: Any) -> tuple[list[Any], bool]:
     """The types that a field may have, None aside, and whether it may be None."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)

@@ -62,8 +62,8 @@ class RequestOutput:
     """Prompt tokens taken from the prefix cache at first admission."""
     prompt_logprobs: list[LogprobDict | None] | None = None
     """One entry a prompt token; the first is None."""
-    times: RequestTimes | None = None
-    num_preemptions: int = 0
+    times: RequestTimes | None = field(default=None, compare=False)
+    num_preemptions: int = field(default=0, compare=False)
     """Of all its samples together."""
 
 

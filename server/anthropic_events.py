@@ -57,16 +57,12 @@ def finished(stop_reason: str, stop_sequence: str | None, usage: dict[str, int])
 
 
 def stop_reason_of(
-    finish_reason: str,
-    stop: int | str | None,
-    stop_sequences: Iterable[str],
-    *,
-    max_tokens_reached: bool,
+    finish_reason: str, stop: int | str | None, *, max_tokens_reached: bool
 ) -> tuple[str, str | None]:
-    """Anthropic's stop_reason and stop_sequence for what ended the text."""
+    """Anthropic's stop_reason and stop_sequence. `stop` is what was met, where that was no EOS."""
     if finish_reason == "length":
         return ("max_tokens" if max_tokens_reached else "model_context_window_exceeded"), None
-    if isinstance(stop, str) and stop in stop_sequences:
+    if isinstance(stop, str):
         return "stop_sequence", stop
     return "end_turn", None
 

@@ -38,7 +38,7 @@ def chat_fields(body: MessagesRequest, max_model_len: int) -> Item:
         )
     fields = prompt_fields(body)
     fields.update((name, getattr(body, name)) for name in SHARED_FIELDS)
-    fields["max_completion_tokens"] = body.max_tokens if body.max_tokens < max_model_len else None
+    fields["max_tokens"] = min(body.max_tokens, max_model_len)
     fields["stream"] = body.stream
     fields["stop"] = None if is_absent(body.stop_sequences) else body.stop_sequences
     fields["reasoning_effort"] = (body.output_config or {}).get("effort")

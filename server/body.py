@@ -27,9 +27,22 @@ _MOST_TOLD = 16
 """Unknown names that one body is told about."""
 
 IGNORED = frozenset(
-    "metadata moderation parallel_tool_calls prediction prompt_cache_key "
-    "prompt_cache_options prompt_cache_retention safety_identifier service_tier "
-    "session_id store user verbosity web_search_options".split()
+    {
+        "metadata",
+        "moderation",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "session_id",
+        "store",
+        "user",
+        "verbosity",
+        "web_search_options",
+    }
 )
 """Fields of OpenAI's API that change nothing here, and are no mistake of the client's."""
 RENAMED = {
@@ -113,7 +126,7 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
             await task
 
 
-def _warn_of_unknown(data: bytes, kind: type[Any]) -> None:
+def _warn_of_unknown(data: bytes, kind: Any) -> None:
     known = _known_fields(kind)
     try:
         names = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys() - known
@@ -124,13 +137,13 @@ def _warn_of_unknown(data: bytes, kind: type[Any]) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _warn_once(name: str, kind: type[Any]) -> None:
+def _warn_once(name: str, kind: Any) -> None:
     hint = _hint(name, _known_fields(kind))
     _log.info("The request field %r is unknown and ignored.%s", name, hint)
 
 
 @cache
-def _known_fields(kind: type[Any]) -> frozenset[str]:
+def _known_fields(kind: Any) -> frozenset[str]:
     return frozenset(field.encode_name for field in msgspec.structs.fields(kind)) | IGNORED
 
 

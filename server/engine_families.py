@@ -320,6 +320,14 @@ OWN: tuple[Family, ...] = (
         "Share of the held KV slots without a token, averaged over all steps.",
         lambda now: now.stats.kv_waste,
     ),
+    Family(
+        "hbm_bytes",
+        _GAUGE,
+        "Bytes on the first device: weights, KV cache, sampling state, and on accelerators what "
+        "JAX has in use, its peak and its limit.",
+        lambda now: dict(now.engine.memory_bytes()),
+        label="kind",
+    ),
     Family("steps", _COUNTER, "Steps planned.", lambda now: now.stats.steps),
     Family(
         "failed_steps",

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from server.settings import ServerConfig
 
 BACKLOG = 2048
-_LOCAL = ("127.", "::1", "localhost")
 
 
 class ListenError(Exception):
@@ -65,7 +64,11 @@ def listen(settings: ServerConfig) -> Listener:
     scheme = "http" if settings.ssl_certfile is None else "https"
     shown = f"[{host}]" if ":" in host else host
     url = f"{scheme}://{shown}:{bound.getsockname()[1]}"
-    return Listener(bound, url, is_local=host.startswith(_LOCAL))
+    return Listener(bound, url, is_local=_is_local(host))
+
+
+def _is_local(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _why(host: str, port: int, error: OSError) -> str:

@@ -5,6 +5,7 @@ Request ids are cut to their last characters and no text of any request is in it
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from jaxpaged.outputs import EngineStats
 
 ID_CHARS = 8
 """How much of a request's id is shown: enough to know one's own by, nothing to act on."""
+
+_ENGINE_ID = re.compile(r"(\d+)_(.+)-[0-9a-f]{8}(?:-(\d+))?", re.DOTALL)
+"""Sample, what the client calls the request, and which of its prompts it is (`chunks.engine_id`,
+`runs.start_run`)."""
 
 COUNTERS = (
     "steps",
@@ -105,9 +110,13 @@ def _facts(request: RequestSnapshot) -> dict[str, Any]:
 
 
 def _request(request: RequestSnapshot) -> dict[str, Any]:
+    found = _ENGINE_ID.fullmatch(request.request_id)
+    sample, name, prompt = found.groups() if found else ("0", request.request_id, None)
     return {
         "key": request.key,
-        "id": request.request_id[-ID_CHARS:],
+        "id": name[-ID_CHARS:],
+        "place": int(prompt or 0),
+        "sample": int(sample),
         **_facts(request),
         "tables": [table.tolist() for table in request.tables],
     }

@@ -13,6 +13,7 @@ from typing import Any
 from jaxpaged.errors import ConfigError
 from server.settings import ServerConfig
 
+_OFFERS = ("Unsupported upgrade request", "No supported WebSocket library")
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -49,8 +50,8 @@ class AccessFilter(logging.Filter):
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # Java's client offers HTTP/2 with each of its requests.
-    return "Unsupported upgrade request" not in str(record.msg)
+    # Java's client offers HTTP/2 with each of its requests, and each would be worth two warnings.
+    return not str(record.msg).startswith(_OFFERS)
 
 
 def _apply_file(name: str) -> None:

@@ -169,8 +169,9 @@ def _from_environment(environment: Mapping[str, str], notes: list[str]) -> _Laye
             continue
         home = homes.get(name.lower())
         if home is None:
-            near = _nearest(name, [one.upper() for one in homes], "JAXPAGED_")
-            unknown.append(f"JAXPAGED_{name}{near}")
+            near = difflib.get_close_matches(name.lower(), homes, n=1)
+            hint = f" (did you mean JAXPAGED_{near[0].upper()}?)" if near else ""
+            unknown.append(f"JAXPAGED_{name}{hint}")
         elif name == "PORT" and text.startswith(("tcp://", "udp://")):
             notes.append(
                 f"JAXPAGED_PORT={text} is ignored: Kubernetes sets it because a service is called "
@@ -179,7 +180,7 @@ def _from_environment(environment: Mapping[str, str], notes: list[str]) -> _Laye
         else:
             layer.of(home)[name.lower()] = _read_text(home, name.lower(), text, f"JAXPAGED_{name}")
     if unknown:
-        notes.append(f"Unknown variables in the environment are ignored: {', '.join(unknown)}")
+        notes.append(f"Unknown variables in the environment are ignored: {', '.join(unknown)}.")
     return layer
 
 
@@ -243,6 +244,6 @@ def _read_text(home: type, name: str, text: str, source: str) -> Any:
         raise ConfigError(f"{source}: {error}.") from None
 
 
-def _nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
+def _nearest(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {prefix}{near[0]}?" if near else ""
+    return f" Did you mean {near[0]}?" if near else ""

@@ -57,20 +57,22 @@ class Splitter:
     def _parts(self, piece: Piece) -> list[Part]:
         part = self._pending.pop(piece.index, None)
         if part is None:
-            part = Part(piece.index)
-        part.text += piece.text
-        part.token_ids += piece.token_ids
-        if piece.logprobs is not None:
-            part.logprobs += piece.logprobs
+            part = Part(piece.index, piece.text, piece.token_ids, piece.logprobs or [])
+        else:
+            part.text = piece.text
+            part.token_ids += piece.token_ids
+            part.logprobs += piece.logprobs or ()
         if piece.finish_reason is None:
             if part.text or (self._tells_tokens and part.token_ids):
                 return [part]
-            self._pending[piece.index] = part
+            # The lists of a part that waits grow, so they must be its own.
+            own = part.token_ids is not piece.token_ids
+            self._pending[piece.index] = part if own else _copy(part)
             return []
-        if not part.text:
-            part.finish_reason, part.stop_reason = piece.finish_reason, piece.stop_reason
-            return [part]
-        end = Part(
-            piece.index, finish_reason=piece.finish_reason, stop_reason=piece.stop_reason
-        )
-        return [part, end]
+        end = Part(piece.index) if part.text else part
+        end.finish_reason, end.stop_reason = piece.finish_reason, piece.stop_reason
+        return [part, end] if end is not part else [end]
+
+
+def _copy(part: Part) -> Part:
+    return Part(part.index, part.text, list(part.token_ids), list(part.logprobs))

@@ -83,7 +83,9 @@ def tokens_to_keep(
     asked, side = request.truncate_prompt_tokens, request.truncation_side
     if side not in (None, "left", "right"):
         raise ApiError(
-            400, f"truncation_side must be left or right, got {side!r:.80}.", param="truncation_side"
+            400,
+            f"truncation_side must be left or right, got {side!r:.80}.",
+            param="truncation_side",
         )
     if asked is None:
         return None

@@ -48,10 +48,8 @@ _TOOL = {
     },
 }
 
-MessagesField = Annotated[
-    Raw,
-    documented(type="array", items=_MESSAGE, minItems=1, description="The conversation."),
-]
+MESSAGES_SCHEMA: dict[str, Any] = {"type": "array", "items": _MESSAGE, "minItems": 1}
+MessagesField = Annotated[Raw, documented(**MESSAGES_SCHEMA, description="The conversation.")]
 ToolsField = Annotated[
     Raw,
     documented(

@@ -65,9 +65,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     n: Annotated[int | None, number(1, text="Completions of each prompt.")] = None
 
     temperature: Annotated[float | None, number(0, 2)] = None
-    top_p: Annotated[
-        float | None, documented(exclusiveMinimum=0, maximum=1)
-    ] = None
+    top_p: Annotated[float | None, documented(exclusiveMinimum=0, maximum=1)] = None
     top_k: Annotated[int | None, number(-1, text="0 and -1 turn it off.")] = None
     min_p: Annotated[float | None, number(0, 1)] = None
     presence_penalty: Annotated[float | None, number(-2, 2)] = None

@@ -28,14 +28,14 @@ class ResponseEvents:
         """The response as it is now; `status`, `output`, `usage` and the like are set here."""
         self._item_id = response["id"].replace("resp_", "msg_", 1)
         self._text: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[Any] = []
         self._number = 0
         self._open = False
 
     def started(self) -> list[Event]:
         self._open = True
         return [
-            self._event("response.created", response=dict(self.response)),
+            self._created(),
             self._event("response.in_progress", response=dict(self.response)),
             self._event(
                 "response.output_item.added", output_index=0, item=self._item("in_progress", [])
@@ -43,7 +43,7 @@ class ResponseEvents:
             self._event("response.content_part.added", **self._place(), part=_part("", [])),
         ]
 
-    def text(self, delta: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+    def text(self, delta: str, logprobs: Sequence[Any]) -> list[Event]:
         """`logprobs` holds one entry a token, in chat's shape; empty if none were asked for."""
         if not delta and not logprobs:
             return []
@@ -78,13 +78,18 @@ class ResponseEvents:
             self.response["completed_at"] = int(time.time())
         return [*events, self._event(f"response.{status}", response=dict(self.response))]
 
-    def failed(self, message: str, code: str, usage: dict[str, Any]) -> list[Event]:
-        """`code` is one of OpenAI's: server_error, rate_limit_exceeded, invalid_prompt."""
+    def failed(self, message: str, usage: dict[str, Any]) -> list[Event]:
+        # Clients want to hear of a response before it may fail.
+        events = [] if self._open else [self._created()]
         if self._open:
             item = self._item("incomplete", [_part("".join(self._text), self._logprobs)])
             self.response["output"] = [item]
-        self.response.update(status="failed", error={"code": code, "message": message}, usage=usage)
-        return [self._event("response.failed", response=dict(self.response))]
+        error = {"code": "server_error", "message": message}
+        self.response.update(status="failed", error=error, usage=usage)
+        return [*events, self._event("response.failed", response=dict(self.response))]
+
+    def _created(self) -> Event:
+        return self._event("response.created", response=dict(self.response))
 
     def _event(self, kind: str, **fields: Any) -> Event:
         event = {"type": kind, "sequence_number": self._number, **fields}
@@ -104,7 +109,7 @@ class ResponseEvents:
         }
 
 
-def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _part(text: str, logprobs: list[Any]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 

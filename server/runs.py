@@ -15,8 +15,8 @@ from server.context import Context
 from server.errors import ApiError, as_api_error
 
 if TYPE_CHECKING:
-    from jaxpaged.async_engine import RequestStream
     from jaxpaged.intake import Prompt
+    from jaxpaged.request_stream import RequestStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,8 +60,12 @@ def _never(value: Any) -> bool:
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:
     # True == 1 in Python, and 1.0 == 1 is welcome here: JSON has one kind of number.
-    return lambda given: given is None or any(
-        given == value and isinstance(given, bool) == isinstance(value, bool) for value in values
+    return lambda given: (
+        given is None
+        or any(
+            given == value and isinstance(given, bool) == isinstance(value, bool)
+            for value in values
+        )
     )
 
 
@@ -155,7 +159,9 @@ def check_logprobs(context: Context, name: str, asked: int | None) -> None:
     if asked is None:
         return
     if asked < -1:
-        raise ApiError(400, f"{name} must be >= 0, or -1 for all, got {shorten(asked)}.", param=name)
+        raise ApiError(
+            400, f"{name} must be >= 0, or -1 for all, got {shorten(asked)}.", param=name
+        )
     info = context.engine.info
     if (info.vocab_size if asked == -1 else asked) > info.max_logprobs:
         raise ApiError(
@@ -278,4 +284,6 @@ def _bias(raw: msgspec.Raw) -> dict[Any, float] | None:
     if bounded.is_absent(raw):
         return None
     name = "logit_bias"
-    return dict(bounded.numbers_by_key(raw, name=name, limit=MAX_LOGIT_BIAS, noun="entries")) or None
+    return (
+        dict(bounded.numbers_by_key(raw, name=name, limit=MAX_LOGIT_BIAS, noun="entries")) or None
+    )

@@ -15,7 +15,11 @@ from server.errors import ApiError, as_api_error
 
 DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
-_LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
+_LINE_ENDS = (
+    (b"\xe2\x80\xa8", b"\\u2028"),
+    (b"\xe2\x80\xa9", b"\\u2029"),
+    (b"\xc2\x85", b"\\u0085"),
+)
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -24,8 +28,15 @@ def data(payload: bytes) -> bytes:
     return b"data: " + one_line(payload) + b"\n\n"
 
 
+def named(name: str, payload: bytes) -> bytes:
+    """One event with a name, as the APIs other than chat's have them."""
+    return b"event: %b\n" % name.encode() + data(payload)
+
+
 def one_line(payload: bytes) -> bytes:
     """JSON without the characters, legal in JSON's strings, at which some clients split lines."""
+    if payload.isascii():  # the quick way for most tokens
+        return payload
     for char, escape in _LINE_ENDS:
         if char in payload:
             payload = payload.replace(char, escape)

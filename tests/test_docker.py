@@ -30,7 +30,8 @@ from tests.server.scripted import running
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+_PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT, SETUPTOOLS = _PYPROJECT["project"], _PYPROJECT["tool"]["setuptools"]
 DASHBOARD = json.loads(
     (ROOT / "docker" / "grafana" / "dashboards" / "jaxpaged.json").read_text(encoding="utf-8")
 )
@@ -281,14 +282,20 @@ def test_what_is_copied_exists_and_is_not_ignored() -> None:
             assert files
             for file in files:
                 assert not ignored(str(file.relative_to(ROOT))), file
-    packages = {
-        name.rstrip("*")
-        for name in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
-            "setuptools"
-        ]["packages"]["find"]["include"]
-    }
+    packages = {name.rstrip("*") for name in SETUPTOOLS["packages"]["find"]["include"]}
     assert packages <= copied
     assert {PROJECT["readme"], *PROJECT["license-files"], "pyproject.toml"} <= copied
+
+
+def test_files_that_are_not_code_are_installed_too() -> None:
+    data: dict[str, list[str]] = SETUPTOOLS["package-data"]
+    for package in SETUPTOOLS["packages"]["find"]["include"]:
+        top = ROOT / package.rstrip("*")
+        for path in top.rglob("*"):
+            inside = path.relative_to(top).as_posix()
+            if path.is_dir() or path.suffix in (".py", ".pyc"):
+                continue
+            assert any(fnmatch(inside, one) for one in data.get(top.name, [])), path
 
 
 def test_nothing_else_goes_to_the_builder() -> None:
@@ -313,6 +320,8 @@ def test_the_image_runs_the_server_as_somebody_harmless() -> None:
         for word in shlex.split(rest)
     )
     assert environment["JAXPAGED_HOST"] == "0.0.0.0"
+    known = {f"JAXPAGED_{name.upper()}" for name in field_homes()} | {"JAXPAGED_CACHE_DIR"}
+    assert {name for name in environment if name.startswith("JAXPAGED_")} <= known
     assert {environment["JAXPAGED_CACHE_DIR"], environment["HF_HOME"]} == set(
         only("VOLUME", json_of=True)
     )

@@ -18,7 +18,8 @@ PACKAGES = ("jaxpaged", "pallas_kernels", "server")
 BASE = {"errors", "checks", "config", "sampling_params", "outputs"}
 MODEL_SIDE = BASE | {"sharding", "weights", "models"}
 ENGINE_SIDE = MODEL_SIDE | {"core", "text", "device", "metrics"}
-COMMAND_SIDE = ENGINE_SIDE | {"engine", "llm", "flags", "jobs", "batch", "convert", "cli"}
+COMMANDS = {"jobs", "batch", "convert", "bench", "run_batch", "chat_client", "chat_connection"}
+COMMAND_SIDE = ENGINE_SIDE | COMMANDS | {"engine", "async_engine", "llm", "flags", "cli"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "checks": set(),
@@ -34,20 +35,42 @@ ALLOWED: dict[str, set[str]] = {
     "device": MODEL_SIDE | {"core"},
     "completion": ENGINE_SIDE,
     "intake": ENGINE_SIDE | {"completion"},
-    "engine": ENGINE_SIDE | {"completion", "intake"},
+    "recording": ENGINE_SIDE | {"completion"},
+    "engine": ENGINE_SIDE | {"completion", "intake", "recording"},
     "startup": ENGINE_SIDE | {"engine", "intake"},
     "llm": ENGINE_SIDE | {"engine", "intake", "startup"},
+    "request_stream": BASE | {"intake"},
+    "engine_thread": ENGINE_SIDE | {"engine", "startup"},
+    "async_engine": ENGINE_SIDE | {"engine", "intake", "engine_thread", "request_stream"},
     "flags": BASE,
     "convert": BASE | {"weights", "text", "models"},
     "jobs": BASE,
     "batch": BASE | {"llm", "jobs"},
+    "bench": ENGINE_SIDE | {"flags", "jobs", "llm", "engine", "async_engine"},
+    "run_batch": ENGINE_SIDE | {"flags", "llm", "engine", "async_engine", "jobs", "batch"},
+    "chat_client": BASE | {"chat_connection"},
+    "chat_connection": BASE | {"bench"},
     "cli": COMMAND_SIDE,
     "__init__": COMMAND_SIDE,
     "__main__": COMMAND_SIDE,
 }
 """Module or subpackage of jaxpaged -> those of jaxpaged that it may import (itself always)."""
+MAY_IMPORT_SERVER = {"cli", "run_batch"}
+"""They open the server's door, inside a function."""
 HEAVY = {"jax", "jaxlib", "flax", "orbax", "torch"}
-NO_JAX = {"core", "text", "__init__", "cli", "flags", "jobs", "batch", "convert", *BASE}
+NO_JAX = {
+    "core",
+    "text",
+    "__init__",
+    "cli",
+    "flags",
+    "metrics",
+    "async_engine",
+    "engine_thread",
+    "request_stream",
+    *COMMANDS,
+    *BASE,
+}
 """Parts of jaxpaged that start fast and run without an accelerator's libraries."""
 
 
@@ -102,7 +125,8 @@ def violations_of_direction(path: Path, tree: ast.Module) -> list[str]:
         target = rest.partition(".")[0]
         wrong = (
             (top == "jaxpaged" and target in ALLOWED and target not in {part, *ALLOWED[part]})
-            or (top in {"server", "scripts", "tests"})
+            or (top == "server" and part not in MAY_IMPORT_SERVER)
+            or (top in {"scripts", "tests"})
             or (top == "pallas_kernels" and part != "device")
         )
         if wrong:
@@ -123,6 +147,8 @@ def test_imports_point_one_way(path: Path) -> None:
         ("models/llama.py", "def f():\n    import jaxpaged.device.step", ["jaxpaged.device.step"]),
         ("weights/a.py", "from jaxpaged.models import llama", ["jaxpaged.models.llama"]),
         ("engine.py", "import pallas_kernels.decode", ["pallas_kernels.decode"]),
+        ("engine.py", "from server import app", ["server.app"]),
+        ("cli.py", "def f():\n    from server import app", []),
         ("device/step.py", "import pallas_kernels.decode", []),
         ("device/step.py", "from jaxpaged.core.plan import Plan\nimport jax", []),
     ],
@@ -253,8 +279,31 @@ def test_importing_the_host_side_brings_no_jax(folder: str) -> None:
     assert heavy_modules_after("import " + ", ".join(names)) == "[]"
 
 
+@pytest.mark.parametrize("part", sorted(MAY_IMPORT_SERVER))
+def test_the_server_is_imported_where_it_is_needed_only(part: str) -> None:
+    path = ROOT / "jaxpaged" / f"{part}.py"
+    assert "server" not in {n.partition(".")[0] for n in imports_when_loaded(parse(path))}
+
+
+def test_importing_the_server_brings_no_jax() -> None:
+    names = modules("server")
+    assert "server.app" in names
+    assert heavy_modules_after("import " + ", ".join(names)) == "[]"
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["generate", "--help"], ["generate", "--n=x"], ["convert", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["generate", "--n=x"],
+        ["convert", "--help"],
+        ["serve", "--help"],
+        ["serve", "--help=all"],
+        ["serve", "--port=x"],
+        ["serve", "--port=-1"],
+        ["bench", "serve", "--help"],
+    ],
 )
 def test_help_and_usage_errors_bring_no_jax(arguments: list[str]) -> None:
     code = f"""

@@ -11,30 +11,33 @@ import msgspec
 DONE = b"[DONE]"
 
 
-class _Delta(msgspec.Struct):
+class Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class Choice(msgspec.Struct):
     text: str | None = None
-    delta: _Delta | None = None
+    delta: Delta | None = None
     finish_reason: str | None = None
 
 
-class _Usage(msgspec.Struct):
+class Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
+class Chunk(msgspec.Struct):
+    """One event of a streamed completion or chat: what of it we read."""
+
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
     error: Any = None
 
 
-_decode: Callable[[bytes], _Chunk] = msgspec.json.Decoder(_Chunk).decode
+decode_chunk: Callable[[bytes | str], Chunk] = msgspec.json.Decoder(Chunk).decode
+"""Raises `msgspec.DecodeError`."""
 
 
 class EventReader:
@@ -72,7 +75,7 @@ class Observer:
 
     def _take(self, payload: bytes, now: float) -> None:
         try:
-            chunk = _decode(payload)
+            chunk = decode_chunk(payload)
         except msgspec.DecodeError as error:
             shown = payload[:200].decode("utf-8", "replace")
             self.error = self.error or f"a chunk that cannot be read ({error}): {shown}"
@@ -99,7 +102,7 @@ class Observer:
         return None
 
 
-def _text(choice: _Choice) -> str:
+def _text(choice: Choice) -> str:
     if choice.text is not None:
         return choice.text
     delta = choice.delta

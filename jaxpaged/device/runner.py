@@ -96,6 +96,11 @@ class Runner:
         self._step = _jit_step(self, loaded, settings)
         self._admit = _jit_admit(self)
         self._state: EngineState | None = self._first_state()
+        self._lasting_bytes = {
+            "weights": _bytes_on_first_device(loaded.weights),
+            "kv_cache": _bytes_on_first_device(self._state.kv),
+            "sampling_state": _bytes_on_first_device(self._state.slots),
+        }
 
     @property
     def alone(self) -> bool:
@@ -111,6 +116,16 @@ class Runner:
     def num_devices(self) -> int:
         """Devices that the model is cut over."""
         return int(self._mesh.size)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What lies on the first device, in bytes by kind: weights, kv_cache and sampling_state;
+        where JAX tells them (not on CPU) also in_use, peak and limit of its allocator. From any
+        thread.
+        """
+        stats = self._mesh.local_devices[0].memory_stats() or {}
+        told = {"in_use": "bytes_in_use", "peak": "peak_bytes_in_use", "limit": "bytes_limit"}
+        live = {kind: int(stats[key]) for kind, key in told.items() if key in stats}
+        return self._lasting_bytes | live
 
     # ------------------------------------------------------------------ state
 
@@ -268,6 +283,11 @@ def step_temporaries(
     compiled = step.lower(loaded.weights, state, ints, floats, layout).compile()
     analysis = compiled.memory_analysis()
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
+
+
+def _bytes_on_first_device(arrays: Any) -> int:
+    leaves = jax.tree.leaves(arrays)
+    return sum(int(leaf.addressable_shards[0].data.nbytes) for leaf in leaves)
 
 
 def layout_of(

@@ -25,11 +25,11 @@ MAX_TOTAL = 200_000_000
 MAX_SECONDS = 2.0
 """Processor time of one rendering."""
 _MAX_BITS = 4096
-_MAX_NESTING = 100
+_MAX_NESTING = 110  # messages may have MAX_DEPTH levels, and a few come on top
 _MAX_COMPARISONS = 1_000_000_000
 _FORMAT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\*|\d+)?(?:\.(\*|\d*))?")
 _NESTED_KEY = re.compile(r"%\([^)]*\(")
-_COLLECTIONS = (
+_COLLECTIONS: tuple[type, ...] = (
     *(list, tuple, dict, set, frozenset),
     *(type({}.keys()), type({}.values()), type({}.items())),
 )
@@ -51,7 +51,7 @@ class Budget:
         self._deadline = time.thread_time() + self._seconds
         self._left = MAX_TOTAL
         self._ticks = 0
-        self._sizes: dict[int, tuple[object, int]] = {}
+        self._measured: dict[int, tuple[object, int, int]] = {}
 
     def tick(self) -> None:
         """To be called in each loop, call, filter and test."""
@@ -89,28 +89,35 @@ class Budget:
         self.spend(len(value) if isinstance(value, str) else self.printed_size(value))
         return value
 
-    def printed_size(self, value: object, depth: int = 0) -> int:
+    def printed_size(self, value: object) -> int:
         """Characters, nearly, that a value prints. One that occurs several times counts as often:
         sixty lists, each holding the one before it twice, print 2**60 entries.
         """
+        return self._measure(value)[0]
+
+    def _measure(self, value: object) -> tuple[int, int]:
+        """(printed size, depth). Too deep a nesting overflows the stack of C, for which Python has
+        no exception. As inner values are measured when they are made, this goes no deeper itself.
+        """
         if isinstance(value, (str, bytes)):
-            return len(value) + 2
+            return len(value) + 2, 0
         if not _is_collection(value):
-            return 8
-        known = self._sizes.get(id(value))
+            return 8, 0
+        known = self._measured.get(id(value))
         if known is not None:
-            return known[1]
-        if depth > _MAX_NESTING:
-            raise TemplateLimitError(f"it nests lists more than {_MAX_NESTING} levels deep")
-        size = 2
+            return known[1:]
+        size, depth = 2, 0
         for item in value:
             self.tick()
-            size += 2 + self.printed_size(item, depth + 1)
-            if isinstance(value, dict):
-                size += self.printed_size(value[item], depth + 1)
+            for part in (item, value[item]) if isinstance(value, dict) else (item,):
+                inner, below = self._measure(part)
+                size += 2 + inner
+                depth = max(depth, below)
             check_text(size)
-        self._sizes[id(value)] = (value, size)  # holding the value keeps its id from reuse
-        return size
+        if depth >= _MAX_NESTING:
+            raise TemplateLimitError(f"it nests lists more than {_MAX_NESTING} levels deep")
+        self._measured[id(value)] = (value, size, depth + 1)  # the value keeps its id from reuse
+        return size, depth + 1
 
     def items(self, iterable: Iterable[T]) -> list[T]:
         """A list of what may be an endless generator."""

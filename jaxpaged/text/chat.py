@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from jaxpaged.errors import InvalidRequestError
-from jaxpaged.text.budget import MAX_TEXT, Budget, TemplateLimitError, check_text
+from jaxpaged.text.budget import MAX_TEXT, TemplateLimitError, check_text
 from jaxpaged.text.messages import normalise_messages, plain, text_parts
 from jaxpaged.text.sandbox import Sandbox
 
@@ -70,34 +70,21 @@ class ChatTemplate:
             )
         given: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
-            "tools": plain(list(tools), "tools", "tools") if tools else None,
+            "tools": _tools(tools) if tools else None,
             **self._variables(variables or {}),
         }
-        self._environment.budget = Budget(seconds)
-        template = self._compile()
-        chat = normalise_messages(
-            messages,
-            template=self.text,
-            takes_parts=self._wants_parts if content_format == "auto" else _FIXED[content_format],
-        )
-        if not continue_final_message:
+        takes_parts = self._wants_parts if content_format == "auto" else _FIXED[content_format]
+        with self._environment.limited(seconds):
+            template = self._compile()
+            chat = normalise_messages(messages, template=self.text, takes_parts=takes_parts)
+            if continue_final_message:
+                return self._run_up_to_text(template, chat, given)
             return self._run(template, chat, given)
-        mark = f"<|:continue-{secrets.token_hex(8)}:|>"  # what no message can hold by itself
-        _append(chat[-1], mark)
-        text = self._run(template, chat, given)
-        end = text.rfind(mark)
-        if end < 0:
-            raise InvalidRequestError(
-                "continue_final_message is not possible: the chat template does not print the "
-                f"text of a final {chat[-1]['role']!r} message.",
-                param="continue_final_message",
-            )
-        return text[:end].replace(mark, "")
 
     def check(self) -> None:
         """Raises `InvalidRequestError` if the text is not valid Jinja."""
-        self._environment.budget = Budget()
-        self._compile()
+        with self._environment.limited():
+            self._compile()
 
     def _variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         where = "chat_template_kwargs"
@@ -158,6 +145,21 @@ class ChatTemplate:
                 raise
             return ""
 
+    def _run_up_to_text(
+        self, template: jinja2.Template, chat: list[dict[str, Any]], given: Mapping[str, Any]
+    ) -> str:
+        mark = f"<|:continue-{secrets.token_hex(8)}:|>"  # what no message can hold by itself
+        _append(chat[-1], mark)
+        text = self._run(template, chat, given)
+        end = text.rfind(mark)
+        if end < 0:
+            raise InvalidRequestError(
+                "continue_final_message is not possible: the chat template does not print the "
+                f"text of a final {chat[-1]['role']!r} message.",
+                param="continue_final_message",
+            )
+        return text[:end].replace(mark, "")
+
     def _run(
         self, template: jinja2.Template, chat: list[dict[str, Any]], given: Mapping[str, Any]
     ) -> str:
@@ -176,6 +178,15 @@ class ChatTemplate:
                 f"The chat template refused the messages: {_told(error)}", param="messages"
             ) from error
         return "".join(pieces)
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(t, Mapping) for t in tools):
+        raise InvalidRequestError(
+            f"tools must be a list of objects, got {tools!r:.80}.", param="tools"
+        )
+    copy: list[dict[str, Any]] = plain(tools, "tools", "tools")
+    return copy
 
 
 def _always(role: str) -> bool:

@@ -7,9 +7,10 @@ Jinja lets a sandbox intercept, is wrapped into filters of our own when it is pa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -40,7 +41,7 @@ T = TypeVar("T")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Set `budget` before rendering; each thread has its own."""
+    """Each thread has its own budget, for the time of `limited`."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
@@ -73,9 +74,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         budget: Budget = self._local.budget
         return budget
 
-    @budget.setter
-    def budget(self, budget: Budget) -> None:
-        self._local.budget = budget
+    @contextlib.contextmanager
+    def limited(self, seconds: float | None = None) -> Iterator[Budget]:
+        """Compile and render within this, and what the template does is counted."""
+        budget = self._local.budget = Budget(seconds)
+        try:
+            yield budget
+        finally:
+            del self._local.budget  # it holds all that the template made
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template: nodes.Template = _Counting().visit(super()._parse(source, name, filename))

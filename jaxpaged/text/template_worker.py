@@ -27,8 +27,7 @@ MAX_WALL_SECONDS = 10.0
 _CPU_SECONDS = 4
 _MEMORY_BYTES = 768 * 2**20
 _CODE = (
-    "import sys; sys.path[:] = sys.argv[1:]; "
-    "from jaxpaged.text.template_worker import main; main()"
+    "import sys; sys.path[:] = sys.argv[1:]; from jaxpaged.text.template_worker import main; main()"
 )
 
 

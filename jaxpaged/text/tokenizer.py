@@ -15,12 +15,15 @@ from jaxpaged.errors import InvalidRequestError, ModelLoadError
 from jaxpaged.text.chat import ChatTemplate
 from jaxpaged.text.gguf_tokenizer import build_gguf_tokenizer
 from jaxpaged.text.pieces import PieceDecoder
+from jaxpaged.text.template_worker import render_in_worker
 from jaxpaged.weights.gguf_file import GGUFFile
 from jaxpaged.weights.source import ModelSource, locate
 
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_LONG_TEXT = 4096
+"""Characters from which a text is encoded without holding Python's lock."""
 _HUB_PATTERNS = ["tokenizer*", "vocab*", "merges.txt", "*tokens*.json", "config.json", "*.jinja"]
 
 
@@ -28,7 +31,8 @@ class Tokenizer:
     """Text to ids and back. Ids that the vocabulary does not have decode to nothing.
 
     `encode` follows the model's own rules. Decoding joins the tokens' bytes; no clean-up of spaces
-    is ever applied.
+    is ever applied. Safe to use from several threads at once: what is filled in later (bytes of
+    tokens, compiled templates) is the same whoever does it.
     """
 
     def __init__(
@@ -37,10 +41,12 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str],
         chat_templates: Mapping[str, str] | None = None,
+        class_name: str = "PreTrainedTokenizerFast",
     ) -> None:
         """`special_tokens` maps bos_token, eos_token, ... to their text, as templates see them.
 
         `chat_templates` are by name; "default" is used, and "tool_use" when tools are given.
+        `class_name` is only for `info`.
         """
         self.backend = backend
         backend.no_truncation()
@@ -48,6 +54,8 @@ class Tokenizer:
         self._pieces = PieceDecoder(backend)
         self._bytes: dict[int, bytes] = {}
         self._special_tokens = dict(special_tokens)
+        self._class_name = class_name
+        self._own_templates: dict[str, ChatTemplate] = {}
         self._templates = {
             name: ChatTemplate(text, self._special_tokens)
             for name, text in (chat_templates or {}).items()
@@ -70,6 +78,10 @@ class Tokenizer:
         return self._special_tokens.get("eos_token")
 
     @property
+    def pad_token(self) -> str | None:
+        return self._special_tokens.get("pad_token")
+
+    @property
     def chat_template(self) -> str | None:
         template = self._templates.get("default")
         return template.text if template is not None else None
@@ -79,16 +91,27 @@ class Tokenizer:
 
         Raises `InvalidRequestError` for text that is not valid Unicode (lone surrogates).
         """
-        try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError as error:  # all that the library says about lone surrogates
-            raise _not_unicode(text) from error
+        ids = self._encode(text, add_special_tokens)
         bos = self.bos_token_id
         if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
             # More than the tokenizer's own one: only drop what it added, never what the text has.
-            plain = self.encode(text, add_special_tokens=False)
+            plain = self._encode(text, False)
             if plain[:1] == [bos] and len(ids) > len(plain):
                 ids = ids[1:]
+        return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            if len(text) < _LONG_TEXT:
+                encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                # Unlike `encode` this lets other threads run meanwhile: a second for some MB.
+                (encoding,) = self.backend.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
+        except TypeError as error:  # all that the library says about lone surrogates
+            raise _not_unicode(text) from error
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -117,36 +140,34 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_content_format: str = "auto",
+        untrusted: bool = False,
         **kwargs: Any,
     ) -> str:
         """Render a conversation to text, to be encoded with `add_special_tokens=False`.
 
+        Other keywords are variables of the template, as `chat_template_kwargs` are. `untrusted`
+        says that `chat_template` comes from a stranger: it then runs in a process of its own.
+        `chat_template_content_format` is "auto", "string" or "openai" (contents as lists of parts).
         Raises `InvalidRequestError` when there is no template, the messages are malformed, or the
         template refuses them.
         """
-        if chat_template is not None:
-            template = ChatTemplate(chat_template, self._special_tokens)
-        else:
-            name = "tool_use" if tools and "tool_use" in self._templates else "default"
-            if name not in self._templates:
-                raise InvalidRequestError(
-                    "This model has no chat template. Give one with chat_template (a Jinja file), "
-                    "or use plain prompts.",
-                    param="messages",
-                )
-            template = self._templates[name]
-        return template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            variables={**kwargs, **(chat_template_kwargs or {})},
-        )
+        extra = chat_template_kwargs or {}
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "variables": {**kwargs, **extra} if kwargs else extra,
+            "content_format": chat_template_content_format,
+        }
+        if untrusted and chat_template is not None:
+            return render_in_worker(chat_template, self._special_tokens, messages, options)
+        return self._template(chat_template, tools).render(messages, **options)
 
     def render_chat(
         self,
@@ -157,15 +178,14 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_content_format: str = "auto",
         add_special_tokens: bool = False,
         untrusted: bool = False,
     ) -> tuple[str, list[int]]:
         """One conversation as the model reads it: the template's text and its token ids.
 
-        Templates write BOS themselves, so `add_special_tokens` is off; with it on, a text that
-        starts with BOS still gets no second one. `untrusted` says that `chat_template` comes from
-        a stranger. Raises `InvalidRequestError` when there is no template, the messages are
-        malformed, or the template refuses them.
+        Options and errors are those of `apply_chat_template`. Templates write BOS themselves, so
+        `add_special_tokens` is off; with it on, a text that starts with BOS gets no second one.
         """
         text = self.apply_chat_template(
             messages,
@@ -174,13 +194,43 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
+            chat_template_content_format=chat_template_content_format,
+            untrusted=untrusted,
         )
         return text, self.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Ids of a conversation: exactly the template's text, with no second BOS."""
-        text = self.apply_chat_template(messages, **options)
-        return self.encode(text, add_special_tokens=False)
+        """The ids of `render_chat`."""
+        return self.render_chat(messages, **options)[1]
+
+    def info(self) -> dict[str, Any]:
+        """What clients ask about a tokenizer, in the words of tokenizer_config.json."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {
+            "tokenizer_class": self._class_name,
+            **{name: self._special_tokens.get(name) for name in names},
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_id,
+            "vocab_size": self.vocab_size,
+            "chat_template": self.chat_template,
+        }
+
+    def _template(self, own: str | None, tools: object) -> ChatTemplate:
+        if own is not None:
+            template = self._own_templates.get(own)
+            if template is None:
+                template = ChatTemplate(own, self._special_tokens)
+                # Replaced, not changed, as other threads read it; a batch gives one text often.
+                self._own_templates = {own: template}
+            return template
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise InvalidRequestError(
+                "This model has no chat template. Give one with chat_template (a Jinja file), "
+                "or use plain prompts.",
+                param="messages",
+            )
+        return self._templates[name]
 
     def _special_id(self, name: str) -> int | None:
         text = self._special_tokens.get(name)
@@ -272,7 +322,12 @@ def _from_folder(folder: Path, templates: dict[str, str]) -> Tokenizer:
     named = loaded.chat_template or {}
     own = {"default": named} if isinstance(named, str) else dict(named)
     special = {k: str(v) for k, v in loaded.special_tokens_map.items() if isinstance(v, str)}
-    return Tokenizer(backend, special_tokens=special, chat_templates=own | templates)
+    return Tokenizer(
+        backend,
+        special_tokens=special,
+        chat_templates=own | templates,
+        class_name=type(loaded).__name__,
+    )
 
 
 def _is_not_torch_advice(record: logging.LogRecord) -> bool:

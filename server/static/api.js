@@ -17,21 +17,30 @@ export class ApiError extends Error {
   }
 }
 
+/**
+ * @typedef {object} Options
+ * @property {unknown} [body]  makes it a POST of JSON
+ * @property {AbortSignal} [signal]
+ * @property {string} [id]  the request's id will end in this
+ */
+
 export class Api {
   #askForKey;
+  #onKey;
   /** @type {Promise<string | null> | null} */
   #asking = null;
   /** @type {string | null} */
   #key;
 
-  /** @param {(rejected: boolean) => Promise<string | null>} askForKey  null: the user gave up */
-  constructor(askForKey) {
+  /**
+   * @param {(rejected: boolean) => Promise<string | null>} askForKey  null: the user gave up
+   * @param {(known: boolean) => void} onKey  there is a key now, or none any more
+   */
+  constructor(askForKey, onKey) {
     this.#askForKey = askForKey;
+    this.#onKey = onKey;
     this.#key = readKey();
-  }
-
-  get hasKey() {
-    return this.#key !== null;
+    onKey(this.#key !== null);
   }
 
   forgetKey() {
@@ -42,13 +51,14 @@ export class Api {
    * Resolves to a response with a good status. Relative paths, so that it works under any root.
    *
    * @param {string} path  without leading slash
-   * @param {{body?: unknown, signal?: AbortSignal}} [options]  a body makes it a POST of JSON
+   * @param {Options} [options]
    * @returns {Promise<Response>} rejects with `ApiError`, or an AbortError when stopped
    */
-  async call(path, { body, signal } = {}) {
+  async call(path, options = {}) {
+    const { signal } = options;
     for (;;) {
       const used = this.#key;
-      const response = await this.#send(path, body, signal);
+      const response = await this.#send(path, options);
       if (response.ok) return response;
       if (response.status !== 401) throw await failure(response);
       response.body?.cancel().catch(() => {});
@@ -65,12 +75,12 @@ export class Api {
 
   /**
    * @param {string} path
-   * @param {unknown} body
-   * @param {AbortSignal} [signal]
+   * @param {Options} options
    */
-  async #send(path, body, signal) {
+  async #send(path, { body, signal, id }) {
     /** @type {Record<string, string>} */
     const headers = {};
+    if (id !== undefined) headers["X-Request-Id"] = id;
     if (this.#key !== null) headers["Authorization"] = `Bearer ${this.#key}`;
     if (body !== undefined) headers["Content-Type"] = "application/json";
     try {
@@ -92,6 +102,7 @@ export class Api {
   /** @param {string | null} key */
   #keep(key) {
     this.#key = key;
+    this.#onKey(key !== null);
     try {
       if (key === null) sessionStorage.removeItem(STORED_KEY);
       else sessionStorage.setItem(STORED_KEY, key);

@@ -7,6 +7,8 @@ const SMALLEST_PITCH = 4;
 const WANTED_HEIGHT = 236;
 const FLASH_MS = 1100;
 
+const COLOURS = "free cached held shared null ink panel line flash mark".split(" ");
+
 /** @typedef {import("./pool.js").Pool} Pool */
 
 /**
@@ -21,7 +23,7 @@ export function readColours() {
   document.body.append(probe);
   /** @type {Record<string, string>} */
   const colours = {};
-  for (const name of ["free", "cached", "held", "shared", "null", "ink", "panel", "flash", "mark"]) {
+  for (const name of COLOURS) {
     // Through a property of an element: the variable itself may be a light-dark() pair.
     probe.style.color = `var(--${name})`;
     colours[name] = getComputedStyle(probe).color || style.color;
@@ -179,13 +181,9 @@ export class BlockGrid {
     pen.clearRect(x, y, this.#pitch, this.#pitch);
     pen.fillStyle = pen.strokeStyle = this.#colours[state];
     pen.lineWidth = 1;
-    if (state === "free" || state === "null") {
-      if (side < 4) {
-        pen.fillRect(x + side / 4, y + side / 4, side / 2, side / 2);
-        return;
-      }
+    if (state === "null" && side >= 6) {
       pen.strokeRect(x + 0.5, y + 0.5, side - 1, side - 1);
-      if (state === "null") drawCross(pen, x, y, side);
+      drawCross(pen, x, y, side);
       return;
     }
     pen.fillRect(x, y, side, side);

@@ -5,7 +5,9 @@
  *
  * @typedef {object} Request
  * @property {number} key
- * @property {string} id  the end of it
+ * @property {string} id  the end of what its client calls it
+ * @property {number} place  which of the client's prompts it answers
+ * @property {number} sample  which of that prompt's answers it is
  * @property {"running" | "waiting" | "preempted"} status
  * @property {number} tokens  prompt and answer so far
  * @property {number} computed  tokens whose KV is in the blocks
@@ -165,6 +167,11 @@ function applyTable(request, [group, behind, at, ids]) {
   table.length = at;
   for (const id of ids) table.push(id);
   table.fill(0, 0, behind);
+}
+
+/** What a request is called on the page. @param {Request} request */
+export function nameOf({ id, place, sample }) {
+  return `…${id}${place > 0 ? ` #${place + 1}` : ""}${sample > 0 ? ` (${sample + 1})` : ""}`;
 }
 
 /** @param {Record<string, number>} object @returns {[number, number][]} */

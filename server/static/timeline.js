@@ -1,21 +1,26 @@
 // How much of the memory was in use over the last two minutes.
 
+import { setText } from "./dom.js";
 import { readColours } from "./grid.js";
 
 const SPAN_SECONDS = 120;
+/** The scale goes up to the first of these that is enough, in shares of the pool. */
+const SCALES = [0.05, 0.1, 0.25, 0.5, 1];
 const LAYERS = /** @type {const} */ (["shared", "held", "cached"]);
 
 /** @typedef {{at: number, shared: number, held: number, cached: number}} Point  shares, 0..1 */
 
 export class Timeline {
   #canvas;
+  #label;
   #colours = readColours();
   /** @type {Point[]} */
   #points = [];
 
-  /** @param {HTMLCanvasElement} canvas */
-  constructor(canvas) {
+  /** @param {HTMLCanvasElement} canvas @param {HTMLElement} label  says what the top stands for */
+  constructor(canvas, label) {
     this.#canvas = canvas;
+    this.#label = label;
     new ResizeObserver(() => this.draw()).observe(canvas);
   }
 
@@ -53,32 +58,38 @@ export class Timeline {
     const pen = /** @type {CanvasRenderingContext2D} */ (this.#canvas.getContext("2d"));
     pen.scale(scale, scale);
     const now = performance.now() / 1000;
-    pen.strokeStyle = this.#colours.free;
+    const most = Math.max(0, ...this.#points.map((p) => p.shared + p.held + p.cached));
+    const scaleTop = SCALES.find((share) => share >= most) ?? 1;
+    setText(this.#label, `KV cache, up to ${100 * scaleTop}%`);
+    this.#drawLines(pen, width, height);
+    const x = (/** @type {number} */ at) => width * (1 - (now - at) / SPAN_SECONDS);
+    this.#points.forEach((point, i) => {
+      const left = Math.max(0, x(point.at));
+      const right = i + 1 < this.#points.length ? x(this.#points[i + 1].at) : width;
+      let floor = height;
+      for (const layer of right > left ? LAYERS : []) {
+        const tall = (point[layer] / scaleTop) * height;
+        pen.fillStyle = this.#colours[layer];
+        pen.globalAlpha = layer === "cached" ? 0.35 : 1;
+        pen.fillRect(left, floor - tall, right - left + 0.3, tall);
+        floor -= tall;
+      }
+    });
+  }
+
+  /**
+   * @param {CanvasRenderingContext2D} pen
+   * @param {number} width
+   * @param {number} height
+   */
+  #drawLines(pen, width, height) {
+    pen.strokeStyle = this.#colours.line;
     pen.lineWidth = 1;
-    for (const share of [0, 0.5, 1]) {
-      const y = Math.round((1 - share) * (height - 1)) + 0.5;
+    for (const y of [0.5, Math.round(height / 2) + 0.5, height - 0.5]) {
       pen.beginPath();
-      pen.moveTo(0, Math.min(y, height - 0.5));
-      pen.lineTo(width, Math.min(y, height - 0.5));
+      pen.moveTo(0, y);
+      pen.lineTo(width, y);
       pen.stroke();
     }
-    const x = (/** @type {number} */ at) => width * (1 - (now - at) / SPAN_SECONDS);
-    /** @type {number[]} */
-    let floor = this.#points.map(() => 0);
-    for (const layer of LAYERS) {
-      const top = this.#points.map((point, i) => floor[i] + point[layer]);
-      pen.fillStyle = this.#colours[layer];
-      pen.globalAlpha = layer === "cached" ? 0.4 : 1;
-      this.#points.forEach((point, i) => {
-        const left = Math.max(0, x(point.at));
-        const right = i + 1 < this.#points.length ? x(this.#points[i + 1].at) : width;
-        const tall = (top[i] - floor[i]) * height;
-        if (right > left && tall > 0) {
-          pen.fillRect(left, height * (1 - top[i]), right - left + 0.3, tall);
-        }
-      });
-      floor = top;
-    }
-    pen.globalAlpha = 1;
   }
 }

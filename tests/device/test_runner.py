@@ -54,6 +54,15 @@ def runner(warm_runner: Runner) -> Runner:
     return warm_runner
 
 
+def test_memory_is_told_by_kind(runner: Runner) -> None:
+    told = runner.memory_bytes()
+    pools = sum(pool.nbytes for pool in pools_of(runner))
+    assert told["kv_cache"] == pools
+    assert told["weights"] > 0
+    assert told["sampling_state"] > 0
+    assert set(told) == {"weights", "kv_cache", "sampling_state"}  # CPUs tell no more
+
+
 def changed_slots(before: list[np.ndarray], after: list[np.ndarray]) -> set[int]:
     changes = [
         {int(s) for s in np.flatnonzero((a != b).any(axis=(1, 2)))}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -51,6 +52,13 @@ class Live:
         """The result of a coroutine on the server's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(SECONDS)
 
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Poll until the condition holds; fails after a minute."""
+        deadline = time.monotonic() + SECONDS
+        while not holds():
+            assert time.monotonic() < deadline, "it did not come true"
+            time.sleep(0.005)
+
     def settle(self) -> None:
         """Wait until no request is left, and check that none left anything behind."""
         self.run(settled(self.engine))
@@ -71,7 +79,8 @@ def live_server(
     `options` are those of `scripted_async_engine`. A request that a test leaves running is aborted.
     """
     settings = settings or ServerConfig(served_model_name=(MODEL,))
-    assert not isinstance(settings.max_num_queued_tokens, str)  # a size is a number by now
+    queued_tokens = settings.max_num_queued_tokens
+    assert not isinstance(queued_tokens, str)  # a size is a number by now
 
     def make() -> AsyncEngine:
         if make_engine is not None:
@@ -80,7 +89,7 @@ def live_server(
             script or Script(),
             config,
             max_queued_requests=settings.max_num_queued_reqs,
-            max_queued_tokens=settings.max_num_queued_tokens,
+            max_queued_tokens=queued_tokens,
             **options,
         )
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken
 
-from jaxpaged.async_engine import AsyncEngine, Progress
+from jaxpaged.async_engine import AsyncEngine
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
@@ -29,6 +29,7 @@ from jaxpaged.device.packing import Layout, PackedStep, RowRequest, is_decode, p
 from jaxpaged.device.runner import StepResult
 from jaxpaged.device.sampler import HostSamples
 from jaxpaged.engine import Engine
+from jaxpaged.engine_thread import Progress
 from jaxpaged.intake import Intake, Limits
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.text.tokenizer import Tokenizer
@@ -107,6 +108,9 @@ class ScriptedRunner:
         self._width = -(-max_model_len // block_size)
         self._vocab_size = vocab_size
         self._replies: dict[str, list[int]] = {}
+
+    def memory_bytes(self) -> dict[str, int]:
+        return {"weights": 4096, "kv_cache": 8192, "sampling_state": 64}
 
     def admit(self, slot: int, values: Any) -> None:
         assert 0 <= slot < self._max_num_seqs

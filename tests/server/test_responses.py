@@ -23,7 +23,7 @@ REPLY = ["Hello", " there", ", how", " are you?"]
 def live() -> Iterator[Live]:
     script = Script(default=REPLY)
     script.reply("It is sunny.", ["Take", " sunglasses."])
-    script.reply("Unicode", ["€ ", "\u2028", "ß", "<|x|>"])
+    script.reply("Unicode", ["€ ", "\u2028", "中文", "<|x|>"])
     with live_server(script) as live:
         yield live
 
@@ -106,7 +106,7 @@ def test_unusual_characters_arrive(client: openai.OpenAI) -> None:
     events = list(client.responses.create(model=MODEL, input="Unicode", stream=True))
     last = events[-1]
     assert last.type == "response.completed"
-    assert last.response.output_text == "€ \u2028ß<|x|>"
+    assert last.response.output_text == "€ \u2028中文<|x|>"
 
 
 def test_a_cut_answer_is_incomplete(client: openai.OpenAI) -> None:
@@ -276,13 +276,28 @@ def test_a_later_failure_is_a_failed_response() -> None:
     assert last.response.output_text == "".join(deltas) == "".join(REPLY[:2])
 
 
+def closes(gate: threading.Event, step: int) -> Callable[[int], BaseException | None]:
+    """No failure: the model stands still after that step."""
+
+    def close(number: int) -> None:
+        if number == step:
+            gate.clear()
+
+    return close
+
+
 def test_a_client_that_leaves_aborts_its_request() -> None:
-    with live_server(Script(default=REPLY, end=False)) as live:
+    gate = threading.Event()
+    gate.set()
+    script = Script(default=REPLY, end=False, gate=gate, fail_read=closes(gate, 3))
+    with live_server(script) as live:
         body = {"model": MODEL, "input": "Hi", "stream": True}
         with httpx.stream(
             "POST", f"{live.base_url}/v1/responses", json=body, timeout=30
         ) as response:
             assert any("output_text.delta" in line for line in response.iter_lines())
+        live.wait_until(lambda: live.context.in_flight == 0)  # the server has seen it, too
+        gate.set()
         live.settle()
         assert live.engine.stats().requests_finished == {"abort": 1}
 
@@ -296,6 +311,7 @@ def test_a_client_that_leaves_before_the_answer_aborts_too() -> None:
                 json={"model": MODEL, "input": "Hi"},
                 timeout=httpx.Timeout(30, read=0.3),
             )
+        live.wait_until(lambda: live.context.in_flight == 0)  # the server has seen it, too
         gate.set()
         live.settle()
         assert live.engine.stats().requests_finished == {"abort": 1}

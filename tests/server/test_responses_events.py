@@ -111,7 +111,7 @@ def test_nothing_new_is_no_event() -> None:
 def test_a_failure_ends_the_stream_with_what_there_was() -> None:
     events = builder()
     made = [*events.started(), *events.text("He", [])]
-    made += events.failed("It broke.", "server_error", USAGE)
+    made += events.failed("It broke.", USAGE)
     failed = STREAM_EVENT.validate_python(made[-1], strict=True)
     assert failed.type == "response.failed"
     assert failed.sequence_number == len(made) - 1
@@ -119,10 +119,12 @@ def test_a_failure_ends_the_stream_with_what_there_was() -> None:
     assert failed.response.output_text == "He"
 
 
-def test_a_failure_before_the_start_has_no_output() -> None:
-    (event,) = builder().failed("It broke.", "server_error", USAGE)
-    assert event["response"]["status"] == "failed"
-    assert event["response"]["output"] == []
+def test_a_failure_before_the_start_comes_after_created() -> None:
+    created, failed = builder().failed("It broke.", USAGE)
+    assert STREAM_EVENT.validate_python(created, strict=True).type == "response.created"
+    assert STREAM_EVENT.validate_python(failed, strict=True).type == "response.failed"
+    assert (created["sequence_number"], failed["sequence_number"]) == (0, 1)
+    assert failed["response"]["output"] == []
 
 
 def test_what_was_asked_comes_back() -> None:

@@ -1,0 +1,96 @@
+"""What the engine notes of its steps and requests in `EngineMetrics`, if it was given one."""
+
+from __future__ import annotations
+
+import time
+
+from jaxpaged.completion import Completion, RequestState
+from jaxpaged.device.packing import PackedStep
+from jaxpaged.metrics import EngineMetrics, FinishedRequest
+
+
+class Recorder:
+    """Keeps the clocks of one engine, on its thread."""
+
+    def __init__(self) -> None:
+        self.metrics: EngineMetrics | None = None
+        """Where to record; None records nothing."""
+        self._last_read: float | None = None
+        """When the results of the last step came; None if nothing has run since it was idle."""
+
+    def host_gap(self, *, in_flight: bool, busy: bool) -> float | None:
+        """Seconds that the device has had nothing to do when a step is about to be launched, at
+        most; None after an idle time.
+
+        `in_flight`: a step launched before has not been read; `busy`: nor has it ended.
+        """
+        if busy:
+            return 0.0
+        if self._last_read is None:
+            return 0.0 if in_flight else None
+        return time.monotonic() - self._last_read
+
+    def step(
+        self,
+        packed: PackedStep,
+        num_tokens: int,
+        *,
+        launch_seconds: float,
+        wait_seconds: float,
+        host_gap: float | None,
+    ) -> None:
+        """A step has been read."""
+        self._last_read = time.monotonic()
+        if self.metrics is None:
+            return
+        shape = packed.layout.shape
+        self.metrics.step(
+            tokens=num_tokens,
+            padding=shape.rows + shape.tokens - num_tokens,
+            bucket=str(shape),
+            launch_s=launch_seconds,
+            wait_s=wait_seconds,
+            host_gap_s=host_gap,
+        )
+
+    def idle(self) -> None:
+        """Nothing is in flight."""
+        self._last_read = None
+
+    def token(self, completion: Completion, now: float) -> None:
+        """A token of this completion has come."""
+        times, before = completion.parent.times, completion.last_token_time
+        completion.last_token_time = times.last_token = now
+        first = times.first_token is None
+        if first:
+            times.first_token = now
+        if self.metrics is None:
+            return
+        if first:
+            self.metrics.first_token(now - times.arrival)
+        elif before is not None:
+            self.metrics.next_token(now - before)
+
+    def finished(self, state: RequestState) -> None:
+        """All samples of a request have ended."""
+        if self.metrics is None:
+            return
+        cores = [completion.core for completion in state.completions]
+        reasons = [core.finish_reason or "error" for core in cores]
+        times = state.times
+        self.metrics.request_finished(
+            FinishedRequest(
+                reason="error" if "error" in reasons else reasons[0],
+                num_prompt_tokens=len(state.prompt_token_ids),
+                num_cached_tokens=cores[0].num_cached_tokens,
+                num_generated_tokens=sum(core.num_output_tokens for core in cores),
+                max_tokens=state.params.max_tokens,
+                n=len(cores),
+                num_preemptions=sum(core.num_preemptions for core in cores),
+                arrival=times.arrival,
+                scheduled=times.scheduled,
+                first_token=times.first_token,
+                last_token=times.last_token,
+                finished=time.monotonic(),
+            )
+        )

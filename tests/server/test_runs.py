@@ -1,0 +1,132 @@
+"""Several prompts and samples as one stream of pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from jaxpaged.sampling_params import SamplingParams
+from server.context import Context
+from server.errors import ApiError
+from server.metrics import HttpMetrics
+from server.runs import Piece, Run, start_run
+from server.settings import ServerConfig
+from tests.server.scripted import Script, running, settled
+
+LONG = SamplingParams(max_tokens=None, ignore_eos=True)
+
+
+def context_for(engine: Any, **settings: Any) -> Context:
+    return Context(engine, ServerConfig(**settings), HttpMetrics())
+
+
+async def pieces_of(run: Run) -> list[Piece]:
+    try:
+        return [piece async for piece in run]
+    finally:
+        run.close()
+
+
+def joined(pieces: list[Piece]) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for piece in pieces:
+        texts[piece.index] = texts.get(piece.index, "") + piece.text
+    return texts
+
+
+def test_prompts_times_samples() -> None:
+    async def run() -> None:
+        script = Script(default="one two")
+        script.reply("first", "three four five six seven")
+        async with running(script) as engine:
+            params = SamplingParams(n=2, max_tokens=40, prompt_logprobs=0)
+            run = await start_run(context_for(engine), "r", ["the first", "the other"], params)
+            pieces = await pieces_of(run)
+            long, short = "three four five six seven", "one two"
+            assert joined(pieces) == {0: long, 1: long, 2: short, 3: short}
+            ends = [p.index for p in pieces if p.finish_reason is not None]
+            assert sorted(ends) == [0, 1, 2, 3] and ends[0] in (2, 3)  # the short ones end first
+            usage = run.usage()
+            assert usage.prompt_tokens == sum(len(p.prompt_token_ids) for p in run.prompts)
+            assert usage.completion_tokens == sum(len(p.token_ids) for p in pieces)
+            told = [p.index for p in pieces if p.prompt_logprobs is not None]
+            assert sorted(told) == [0, 2]
+            await settled(engine)
+
+    asyncio.run(run())
+
+
+def test_one_bad_prompt_refuses_all() -> None:
+    async def run() -> None:
+        async with running(Script([5], end=False, step_seconds=0.005)) as engine:
+            with pytest.raises(ApiError, match="prompt 2: .*vocabulary") as caught:
+                await start_run(context_for(engine), "r", ["a", "b", [10**6], "c"], LONG)
+            assert caught.value.status == 400 and caught.value.param == "prompt"
+            await settled(engine)
+
+    asyncio.run(run())
+
+
+def test_close_and_cancel_leave_nothing() -> None:
+    async def run() -> None:
+        async with running(Script([5], end=False, step_seconds=0.005)) as engine:
+            run = await start_run(context_for(engine), "r", ["a", "b"], LONG)
+            await anext(run)
+            run.close()
+            run.close()
+            assert [piece async for piece in run] == []
+            await settled(engine)
+
+            run = await start_run(context_for(engine), "r", ["a", "b", "c"], LONG)
+            reading = asyncio.create_task(pieces_of(run))
+            await asyncio.sleep(0.02)
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            await settled(engine)
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not {task for task in others if not task.done()}
+
+    asyncio.run(run())
+
+
+def test_cancelling_the_submission_aborts_what_was_accepted() -> None:
+    async def run() -> None:
+        gate = threading.Event()
+        async with running(Script([5], end=False, gate=gate)) as engine:
+            context = context_for(engine)
+            first = await start_run(context, "first", ["a"], LONG)
+            starting = asyncio.create_task(start_run(context, "r", ["b", "c"], LONG))
+            while engine.num_unfinished < 3:
+                await asyncio.sleep(0.001)
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+            gate.set()
+            first.close()
+            await settled(engine)
+
+    asyncio.run(run())
+
+
+def test_failures_and_aborts_are_errors() -> None:
+    async def run() -> None:
+        script = Script([5], end=False, step_seconds=0.005)
+        script.fail_read = lambda step: RuntimeError("device lost") if step == 4 else None
+        async with running(script) as engine:
+            run = await start_run(context_for(engine), "r", ["a", "b"], LONG)
+            with pytest.raises(ApiError, match="device lost") as caught:
+                await pieces_of(run)
+            assert caught.value.status == 500
+            await settled(engine)
+
+            run = await start_run(context_for(engine), "r", ["a"], LONG)
+            await engine.drain(0.02)
+            with pytest.raises(ApiError, match="shutting down") as caught:
+                await pieces_of(run)
+            assert caught.value.status == 503 and caught.value.headers()["Retry-After"] == "5"
+
+    asyncio.run(run())
