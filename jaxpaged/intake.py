@@ -203,11 +203,14 @@ class Intake:
             raise InvalidRequestError("The prompt is empty; give at least one token.", "prompt")
         room = limit if params.max_tokens == 0 else limit - 1
         if count > room:
+            excess = "which exceeds this limit even without any output tokens"
+            if count == limit:
+                excess = "which leaves no room for the output token that is asked for"
             raise InvalidRequestError(
                 f"This model's maximum context length is {limit} tokens. However, your prompt "
-                f"contains {count} input tokens, and at least {limit - room} output token is asked "
-                "for. Please reduce the length of the input prompt.",
-                param="prompt",
+                f"contains {count} input tokens, {excess}. Please reduce the length of the input "
+                "prompt.",
+                param="input_tokens",
             )
         if params.min_tokens > limit - count:
             raise InvalidRequestError(

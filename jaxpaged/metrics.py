@@ -105,6 +105,8 @@ class FinishedRequest:
     """Prompt tokens taken from the prefix cache at first admission."""
     num_generated_tokens: int
     """Of all its samples together."""
+    longest_sample: int
+    """Generated tokens of the longest one."""
     max_tokens: int | None
     n: int
     """Samples."""
@@ -114,15 +116,6 @@ class FinishedRequest:
     first_token: float | None
     last_token: float | None
     finished: float
-    longest_sample: int | None = None
-    """Generated tokens of its longest sample; None: `num_generated_tokens` divided evenly."""
-
-    @property
-    def most_generated_tokens(self) -> int:
-        """Generated tokens of its longest sample."""
-        if self.longest_sample is not None:
-            return self.longest_sample
-        return -(-self.num_generated_tokens // max(self.n, 1))
 
 
 class EngineMetrics:
@@ -191,7 +184,7 @@ class EngineMetrics:
         self.finished[request.reason] = self.finished.get(request.reason, 0) + 1
         self.prompt_tokens.observe(request.num_prompt_tokens)
         self.generation_tokens.observe(request.num_generated_tokens)
-        self.max_generation_tokens.observe(request.most_generated_tokens)
+        self.max_generation_tokens.observe(request.longest_sample)
         if request.max_tokens is not None:
             self.params_max_tokens.observe(request.max_tokens)
         self.params_n.observe(request.n)
@@ -211,8 +204,8 @@ class EngineMetrics:
         self.inference_time.observe(request.last_token - request.scheduled)
         decode = request.last_token - request.first_token
         self.decode_time.observe(decode)
-        if request.most_generated_tokens > 1:
-            self.time_per_output_token.observe(decode / (request.most_generated_tokens - 1))
+        if request.longest_sample > 1:
+            self.time_per_output_token.observe(decode / (request.longest_sample - 1))
 
     def rejected(self, reason: str) -> None:
         """A request was refused before it was queued."""

@@ -84,6 +84,7 @@ class Recorder:
                 num_prompt_tokens=len(state.prompt_token_ids),
                 num_cached_tokens=cores[0].num_cached_tokens,
                 num_generated_tokens=sum(core.num_output_tokens for core in cores),
+                longest_sample=max(core.num_output_tokens for core in cores),
                 max_tokens=state.params.max_tokens,
                 n=len(cores),
                 num_preemptions=sum(core.num_preemptions for core in cores),

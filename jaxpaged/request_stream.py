@@ -35,6 +35,8 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
+        if self._outputs:  # a reader that catches up must let others run, too
+            await asyncio.sleep(0)
         while not self._outputs:
             if self._error is not None:
                 raise self._error

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import os
 import sys
 import threading
@@ -26,8 +25,7 @@ if TYPE_CHECKING:  # at run time these come once the arguments are right
     import httpx
 
     from jaxpaged.async_engine import AsyncEngine
-
-_log = logging.getLogger(__name__)
+    from jaxpaged.engine_thread import Build
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 WINDOW = 4
@@ -78,8 +76,8 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(command=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Answer the file. Returns the exit status."""
+def run(args: argparse.Namespace, *, build: Build | None = None) -> int:
+    """Answer the file with an engine, made by `build` if that is given. Returns the exit status."""
     config = EngineConfig.from_dict(flags.given(args, EngineConfig))
     out = None if args.output_file == "-" else args.output_file
     for flag, name in (("-i", args.input_file), ("-o", args.output_file)):
@@ -89,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         batch.check_out(out, args.input_file, "-o")
         with batch.LineWriter(out, "-o") as lines:
-            return asyncio.run(_run(config, args.served_model_name, source, lines))
+            return asyncio.run(_run(config, build, args.served_model_name, source, lines))
     finally:
         if source != 0:
             os.close(source)
@@ -106,7 +104,11 @@ def _open_input(name: str) -> int:
 
 
 async def _run(
-    config: EngineConfig, names: list[str] | None, source: int, lines: batch.LineWriter
+    config: EngineConfig,
+    build: Build | None,
+    names: list[str] | None,
+    source: int,
+    lines: batch.LineWriter,
 ) -> int:
     from tqdm import tqdm
 
@@ -117,7 +119,7 @@ async def _run(
     from server.settings import ServerConfig
 
     settings = ServerConfig(served_model_name=tuple(names) if names else None)
-    engine = AsyncEngine(config)
+    engine = AsyncEngine(config, build=build)
     engine.start()
     try:
         await engine.wait_ready()
@@ -130,8 +132,11 @@ async def _run(
                 check=lambda: _check_alive(engine),
                 on_finished=bar.update,
             )
-            await work.run(source)
-        sys.stderr.write(work.summary() + "\n")
+            try:
+                await work.run(source)
+            finally:  # also of a run that was cut short
+                bar.close()
+                sys.stderr.write(work.summary() + "\n")
         return EXIT_FAILED if work.failed else 0
     finally:
         # A load that was interrupted cannot be stopped; it goes with the process.

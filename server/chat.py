@@ -211,7 +211,9 @@ class ChatRun:
         async with aclosing(self.news()) as all_news:
             async for several in all_news:
                 usage = self._usage.member()
-                yield b"".join([self._chunk(news, usage, more) for news in several])
+                events = [self._chunk(several[0], usage, more)]
+                events += [self._chunk(news, usage) for news in several[1:]]
+                yield b"".join(events)
                 more = b""
         last = sse.DONE
         if self._usage.at_end:
@@ -285,7 +287,7 @@ class ChatRun:
             members += b',"prompt_text":' + text_json(self.prompt_text)
         return members
 
-    def _chunk(self, news: News, usage: bytes, more: bytes) -> bytes:
+    def _chunk(self, news: News, usage: bytes, more: bytes = b"") -> bytes:
         if news.role is not None:
             delta = b'{"role":%b,"content":""}' % text_json(news.role)
         elif news.text or news.finish_reason is None:

@@ -1,5 +1,5 @@
-"""Flags of vLLM, today's and yesterday's, that are no settings here: why they do nothing, or what is
-missing. Start commands are copied from server to server, so each gets an answer of its own.
+"""Flags of vLLM, today's and yesterday's, that are no settings here: why they do nothing, or what
+is missing. Start commands are copied from server to server, so each gets an answer of its own.
 """
 
 from __future__ import annotations

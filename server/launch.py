@@ -21,6 +21,7 @@ import uvicorn
 
 from jaxpaged.async_engine import AsyncEngine
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine_thread import Build
 from jaxpaged.errors import ConfigError
 from server import logs
 from server.app import create_app
@@ -52,11 +53,18 @@ wish comes twice then."""
 _OPEN_FILES = 65536
 
 
-def run(engine_config: EngineConfig, settings: ServerConfig, *, notes: Sequence[str] = ()) -> int:
+def run(
+    engine_config: EngineConfig,
+    settings: ServerConfig,
+    *,
+    notes: Sequence[str] = (),
+    build: Build | None = None,
+) -> int:
     """Serve until a signal or the engine's death; returns the exit status.
 
-    `notes` are warnings about how the settings were given. Raises `ConfigError`, and what loading
-    the model raises. Call it from the main thread of a process that ends with it.
+    `notes` are warnings about how the settings were given; `build` is `AsyncEngine`'s. Raises
+    `ConfigError`, and what loading the model raises. Call it from the main thread of a process that
+    ends with it.
     """
     logs.set_up(settings)
     for note in notes:
@@ -65,6 +73,7 @@ def run(engine_config: EngineConfig, settings: ServerConfig, *, notes: Sequence[
     assert not isinstance(queued_tokens, str)
     engine = AsyncEngine(
         engine_config,
+        build=build,
         max_queued_requests=settings.max_num_queued_reqs,
         max_queued_tokens=queued_tokens,
     )

@@ -97,7 +97,7 @@ def test_bad_prompts(intake: Intake, name: str) -> None:
     prompt, message = BAD_PROMPTS[name]
     with pytest.raises(InvalidRequestError, match=message) as caught:
         build(intake, prompt)
-    assert caught.value.param == "prompt"
+    assert caught.value.param == ("input_tokens" if "context" in name else "prompt")
 
 
 @pytest.mark.parametrize("name", BAD_PARAMS)
@@ -221,7 +221,7 @@ def test_the_edges_of_the_context(
         return
     with pytest.raises(InvalidRequestError, match=f"{MAX_LEN}.*{length}") as caught:
         build(intake, [11] * length, params)
-    assert caught.value.param == "prompt"
+    assert caught.value.param == "input_tokens"
 
 
 @pytest.mark.parametrize(("min_tokens", "fits"), [(29, True), (30, False)])

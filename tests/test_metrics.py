@@ -30,6 +30,7 @@ REQUEST = FinishedRequest(
     num_prompt_tokens=100,
     num_cached_tokens=64,
     num_generated_tokens=11,
+    longest_sample=11,
     max_tokens=16,
     n=1,
     num_preemptions=2,
@@ -122,6 +123,7 @@ def test_phases_that_never_came_are_not_counted() -> None:
         REQUEST,
         reason="abort",
         num_generated_tokens=0,
+        longest_sample=0,
         max_tokens=None,
         scheduled=None,
         first_token=None,
@@ -140,18 +142,16 @@ def test_phases_that_never_came_are_not_counted() -> None:
 
 
 def test_one_token_has_no_time_per_further_token() -> None:
-    metrics = recorded(dataclasses.replace(REQUEST, num_generated_tokens=1, last_token=11.0))
+    metrics = recorded(dataclasses.replace(REQUEST, longest_sample=1, last_token=11.0))
     assert metrics.decode_time.count == 1
     assert metrics.time_per_output_token.count == 0
 
 
 def test_samples_of_one_request_count_once_with_their_tokens_together() -> None:
-    metrics = recorded(dataclasses.replace(REQUEST, n=3, num_generated_tokens=30))
+    request = dataclasses.replace(REQUEST, n=3, num_generated_tokens=30, longest_sample=21)
+    metrics = recorded(request)
     assert metrics.params_n.cumulative()[2] == (5, 1)
     assert metrics.generation_tokens.sum == 30
-    assert metrics.max_generation_tokens.sum == 10  # divided evenly, as nobody said otherwise
-    longest = dataclasses.replace(REQUEST, n=3, num_generated_tokens=30, longest_sample=21)
-    metrics = recorded(longest)
     assert metrics.max_generation_tokens.sum == 21
     assert metrics.time_per_output_token.sum == pytest.approx(2.0 / 20)
 

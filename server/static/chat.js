@@ -265,8 +265,8 @@ function figures({ sent, first, last, usage }) {
   if (first > 0) parts.push(`first after ${((first - sent) / 1000).toFixed(2)} s`);
   if (usage?.prompt_tokens) {
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    const from = cached > 0 ? ` (${count(cached)} from cache)` : "";
-    parts.push(`${count(usage.prompt_tokens)} prompt${from}`);
+    const from = cached > 0 ? `, ${count(cached)} of them cached` : "";
+    parts.push(`prompt ${count(usage.prompt_tokens)}${from}`);
   }
   return parts.join(" · ");
 }

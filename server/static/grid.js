@@ -6,6 +6,8 @@ const LARGEST_PITCH = 26;
 const SMALLEST_PITCH = 4;
 const WANTED_HEIGHT = 236;
 const FLASH_MS = 1100;
+/** Of the frame, in the style sheet. */
+const PADDING = 4;
 
 const COLOURS = "free cached held shared null ink panel line flash mark".split(" ");
 
@@ -81,12 +83,11 @@ export class BlockGrid {
   /** Lay the grid out for the pool's size and the room there is, and draw everything. */
   drawAll() {
     const blocks = this.#pool.states.length;
-    const width = this.#frame.clientWidth;
-    if (blocks === 0 || width === 0) return;
-    const wanted = WANTED_HEIGHT;
+    const width = this.#frame.clientWidth - 2 * PADDING;
+    if (blocks === 0 || width <= 0) return;
     let pitch = LARGEST_PITCH;
     const height = () => Math.ceil(blocks / Math.floor(width / pitch)) * pitch;
-    while (pitch > SMALLEST_PITCH && height() > wanted) pitch -= 1;
+    while (pitch > SMALLEST_PITCH && height() > WANTED_HEIGHT) pitch -= 1;
     this.#pitch = pitch;
     this.#columns = Math.max(1, Math.floor(width / pitch));
     const rows = Math.ceil(blocks / this.#columns);

@@ -139,7 +139,7 @@ class MiniServer:
 @contextmanager
 def serving(server: MiniServer) -> Iterator[MiniServer]:
     """Runs the server in a thread."""
-    with socket.socket() as listener:
+    with socket.socket(proto=socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         server.port = listener.getsockname()[1]
         config = uvicorn.Config(

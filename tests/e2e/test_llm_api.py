@@ -144,6 +144,8 @@ def test_chat() -> None:
     assert one.prompt == RENDERED
     assert one.prompt_token_ids == tokenizer.encode(RENDERED, add_special_tokens=False)
     assert one.outputs[0].token_ids == greedy_tokens(tuple(one.prompt_token_ids))
+    (again,) = llm.generate(RENDERED, GREEDY, use_tqdm=False)
+    assert again.prompt_token_ids == one.prompt_token_ids, "one BOS on either road (CH-06)"
     other = [*MESSAGES, {"role": "assistant", "content": "sleeps"}, MESSAGES[0]]
     params = [GREEDY, dataclasses.replace(GREEDY, max_tokens=3)]
     batch = llm.chat([MESSAGES, other], params, use_tqdm=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from server.app import create_app
 from server.context import Context
 from server.metrics import HttpMetrics
 from server.settings import ServerConfig
-from tests.server.scripted import Script, running
+from tests.server.scripted import Script, running, settled
 
 MODEL = "tiny"
 Json = dict[str, Any]
@@ -150,10 +150,23 @@ async def serving(
     settings: Mapping[str, Any] = {},
     **options: Any,
 ) -> AsyncIterator[Server]:
-    """`options` are those of `scripted.running`. Proves at the end that nothing was left."""
+    """`options` are those of `scripted.running`."""
     named = {"served_model_name": (MODEL, "other/name"), **settings}
     async with running(script, config, **options) as engine:
         yield Server(engine, ServerConfig(**named))
+
+
+def drive(
+    test: Callable[[Server], Awaitable[None]], script: Script | None = None, **options: Any
+) -> None:
+    """Run a test against a server of its own, and prove that it leaves nothing behind."""
+
+    async def run() -> None:
+        async with serving(script, **options) as server:
+            await test(server)
+            await settled(server.engine)
+
+    asyncio.run(run())
 
 
 def parse_events(body: bytes) -> list[Json]:

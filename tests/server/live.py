@@ -137,7 +137,7 @@ async def _serve(
         if wait_ready:
             await engine.wait_ready()
         context = Context(engine=engine, settings=settings, http=HttpMetrics())
-        with socket.socket() as listener:
+        with socket.socket(proto=socket.IPPROTO_TCP) as listener:  # as server.listen does
             listener.bind(("127.0.0.1", 0))
             server = uvicorn.Server(
                 uvicorn.Config(

@@ -274,6 +274,34 @@ def test_a_later_failure_is_an_error_event() -> None:
         live.settle()
 
 
+def test_a_long_wait_is_bridged_by_comments_and_a_failure_still_told() -> None:
+    gate = threading.Event()
+    settings = ServerConfig(served_model_name=(MODEL,), sse_keep_alive_interval=0.02)
+    with live_server(Script(default=REPLY, gate=gate, fail_read=fails_at(0)), settings) as live:
+        with httpx.stream(
+            "POST",
+            f"{live.base_url}/v1/messages",
+            json={"model": MODEL, "max_tokens": 50, "messages": HI, "stream": True},
+            timeout=30,
+        ) as response:
+            lines = response.iter_lines()
+            assert next(lines) == ": keep-alive"
+            gate.set()
+            told = [line for line in lines if line and not line.startswith(":")]
+        assert told[0] == "event: error" and len(told) == 2
+        assert json.loads(told[1].removeprefix("data: "))["error"]["type"] == "api_error"
+        gate.clear()
+        opener = threading.Timer(0.2, gate.set)
+        opener.start()
+        with (
+            anthropic.Anthropic(base_url=live.base_url, api_key="none") as client,
+            client.messages.stream(model=MODEL, max_tokens=50, messages=HI) as stream,
+        ):
+            assert text_of(stream.get_final_message()) == "".join(REPLY)
+        opener.join()
+        live.settle()
+
+
 def closes(gate: threading.Event, step: int) -> Callable[[int], BaseException | None]:
     """No failure: the model stands still after that step."""
 

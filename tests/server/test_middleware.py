@@ -8,7 +8,8 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -62,6 +63,13 @@ def statuses(answers: bytes) -> list[int]:
     return [int(status) for status in re.findall(rb"HTTP/1.1 (\d{3}) ", answers)]
 
 
+def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.01)
+
+
 # ---------------------------------------------------------------------- paths
 
 
@@ -95,10 +103,10 @@ def test_unknown_paths_say_what_there_is(live: Live) -> None:
     assert answer.status_code == 404
     error = answer.json()["error"]
     assert (error["type"], error["code"], error["param"]) == ("NotFoundError", 404, None)
-    assert "There is no /v1/chat/completion here. Did you mean /v1/chat/completions?" in (
-        error["message"]
-    )
-    assert "/v1/models" in error["message"]
+    message = error["message"]
+    assert "There is no /v1/chat/completion here." in message
+    assert "Did you mean /v1/chat/completions?" in message
+    assert "/v1/models" in message
     # A base URL without /v1.
     message = httpx.post(f"{live.base_url}/chat/completions", json={}).json()["error"]["message"]
     assert "Did you mean /v1/chat/completions?" in message
@@ -207,9 +215,57 @@ def test_clients_that_offer_http2_keep_their_body(live: Live, *, chunked: bool) 
 def test_a_websocket_is_not_offered(live: Live) -> None:
     answer = talk(
         live,
-        get("/v1/models", "Upgrade: websocket", "Connection: Upgrade, close", "Sec-WebSocket-Key: x"),
+        get(
+            "/v1/models", "Upgrade: websocket", "Connection: Upgrade, close", "Sec-WebSocket-Key: x"
+        ),
     )
     assert statuses(answer) == [200]
+
+
+# ---------------------------------------------------------------------- clients that are odd
+
+
+def test_a_client_that_sends_half_a_request_holds_nobody_up(live: Live) -> None:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as slow:
+        for part in (b"POST /v1/compl", b"etions HTTP/1.1\r\nHost: x\r\nContent-Ty"):
+            slow.sendall(part)
+            assert httpx.get(f"{live.base_url}/version").status_code == 200
+        body = json.dumps(COMPLETION).encode()
+        slow.sendall(b"pe: application/json\r\nConnection: close\r\n")
+        slow.sendall(b"Content-Length: %d\r\n\r\n" % len(body))
+        for place in range(len(body)):
+            slow.sendall(body[place : place + 1])
+        assert statuses(slow.makefile("rb").read()) == [200]
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["closed", "half-closed"])
+def test_a_client_that_leaves_frees_what_it_held(*, half: bool) -> None:
+    # Half-closed counts as gone: a client that was killed looks just the same.
+    gate = threading.Event()
+    with live_server(Script(gate=gate)) as live:
+        try:
+            leaving = socket.create_connection(("127.0.0.1", live.port), timeout=30)
+            leaving.sendall(post("/v1/completions", json.dumps(COMPLETION).encode()))
+            until(lambda: live.engine.num_unfinished == 1)
+            if half:
+                leaving.shutdown(socket.SHUT_WR)
+            else:
+                leaving.close()
+            until(lambda: live.context.in_flight == 0)
+        finally:
+            gate.set()
+        live.settle()
+        leaving.close()
+        assert httpx.get(f"{live.base_url}/version").status_code == 200
+
+
+def test_a_client_that_leaves_before_its_body_is_whole(live: Live) -> None:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as leaving:
+        whole = post("/v1/completions", json.dumps(COMPLETION).encode())
+        leaving.sendall(whole[:-5])
+        until(lambda: live.context.in_flight == 1)
+    until(lambda: live.context.in_flight == 0)
+    live.settle()
 
 
 # ---------------------------------------------------------------------- limits on what is in them

@@ -211,8 +211,9 @@ def test_what_kubernetes_sets_is_no_setting() -> None:
 
 
 def test_old_flags_are_accepted_with_one_warning_each() -> None:
-    words = "m --swap-space 4 --disable-log-requests --guided-decoding-backend=auto --api-server-count 2"
-    notes = options(*words.split(), "--use-v2-block-manager", "--port", "1").notes
+    words = "m --swap-space 4 --disable-log-requests --guided-decoding-backend=auto"
+    words += " --api-server-count 2 --use-v2-block-manager --port 1"
+    notes = options(*words.split()).notes
     assert len(notes) == 5
     for name in ("swap-space", "disable-log-requests", "guided-decoding-backend"):
         assert any(note.startswith(f"--{name} has no effect: ") for note in notes), name

@@ -194,6 +194,40 @@ def test_what_was_asked_for_comes_back(client: openai.OpenAI) -> None:
     assert response.text is not None and response.text.verbosity == "low"
 
 
+def test_the_fields_of_chat_work_here_too(client: openai.OpenAI) -> None:
+    response = client.responses.create(
+        model=MODEL, input="Hi", extra_body={"stop": "how", "top_k": 3, "seed": 1}
+    )
+    assert response.output_text == "Hello there, "
+
+
+def test_a_long_wait_is_bridged_by_comments_and_a_failure_still_told() -> None:
+    gate = threading.Event()
+    settings = ServerConfig(served_model_name=(MODEL,), sse_keep_alive_interval=0.02)
+    with live_server(Script(default=REPLY, gate=gate, fail_read=fails_at(0)), settings) as live:
+        with httpx.stream(
+            "POST",
+            f"{live.base_url}/v1/responses",
+            json={"model": MODEL, "input": "Hi", "stream": True},
+            timeout=30,
+        ) as response:
+            lines = response.iter_lines()
+            assert next(lines) == ": keep-alive"
+            gate.set()
+            names = [line for line in lines if line.startswith("event: ")]
+        assert names == ["event: response.created", "event: response.failed"]
+        gate.clear()
+        opener = threading.Timer(0.2, gate.set)
+        opener.start()
+        with (
+            openai.OpenAI(base_url=f"{live.base_url}/v1", api_key="none") as client,
+            client.responses.stream(model=MODEL, input="Hi") as stream,
+        ):
+            assert stream.get_final_response().output_text == "".join(REPLY)
+        opener.join()
+        live.settle()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "param", "words"),

@@ -55,6 +55,42 @@ def test_random_sequences_equal_the_library() -> None:
         assert "".join(_stream(tokenizer, ids)) == tokenizer.backend.decode(ids)
 
 
+def test_random_sequences_of_byte_tokens_equal_the_library() -> None:
+    """DT-02 at random: pieces and byte tokens mixed. Where the bytes are no text the library
+    replaces whole runs, valid neighbours included; there ours is compared with Python's rule.
+    """
+    tokenizer = sentencepiece()
+    rng = random.Random(5)
+    texts = 0
+    for _ in range(10_000):
+        ids = [rng.randrange(3, tokenizer.vocab_size) for _ in range(rng.randrange(1, 6))]
+        ids += _byte_tokens(tokenizer, rng.choice(["가", "é", "🙂", "ฉัน", "a"]))
+        rng.shuffle(ids) if rng.random() < 0.2 else None
+        deltas = _stream(tokenizer, ids)
+        raw = b"".join(map(tokenizer.token_bytes, ids)).removeprefix(b" ")
+        assert "".join(deltas) == raw.decode("utf-8", "replace")
+        if "\ufffd" not in "".join(deltas):
+            texts += 1
+            assert "".join(deltas) == tokenizer.backend.decode(ids)
+    assert 1000 < texts < 9000
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, metaspace])
+def test_random_completions_continue_their_prompt(make: Callable[[], Tokenizer]) -> None:
+    """DT-04: prompt and completion read as one, wherever the cut is, also within a character."""
+    tokenizer = make()
+    rng = random.Random(6)
+    for _ in range(3000):
+        ids = [rng.randrange(3, tokenizer.vocab_size) for _ in range(rng.randrange(2, 12))]
+        cut = rng.randrange(1, len(ids))
+        prompt = tokenizer.decode(ids[:cut])
+        text = "".join(_stream(tokenizer, ids[cut:], ids[:cut]))
+        # The completion goes on with a character that the prompt began (up to two bad bytes long).
+        begun = len(prompt) - len(prompt.rstrip("\ufffd"))
+        readings = [prompt[: len(prompt) - n] + text for n in range(min(begun, 2) + 1)]
+        assert tokenizer.decode(ids) in readings
+
+
 def test_real_tokenizer(smollm2_path: Path) -> None:
     tokenizer = from_path(smollm2_path)
     rng = random.Random(4)

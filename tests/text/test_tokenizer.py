@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import random
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +19,10 @@ from tokenizers.processors import TemplateProcessing
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import InvalidRequestError, ModelLoadError
 from jaxpaged.text.pieces import byte_alphabet
-from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.text.tokenizer import _LONG_TEXT, Tokenizer, load_tokenizer
 from jaxpaged.weights.source import resolve_source
 from tests.text.support import TEXTS, byte_level, edit_json, from_path, metaspace, sentencepiece
-from tests.tiny_models import BOS, EOS, tiny_gguf, tiny_llama, tiny_tokenizer
+from tests.tiny_models import BOS, EOS, PAD, tiny_gguf, tiny_llama, tiny_tokenizer
 
 MAKERS = [byte_level, sentencepiece, metaspace]
 
@@ -34,6 +36,47 @@ def test_encode_and_decode_equal_the_library(make: Callable[[], Tokenizer]) -> N
         assert tokenizer.decode(ids) == tokenizer.backend.decode(ids)
         if make is not metaspace:  # which has no tokens for most of these characters
             assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("special", [True, False])
+def test_long_texts_are_encoded_alike(make: Callable[[], Tokenizer], special: bool) -> None:
+    """They take another road, on which other threads go on."""
+    tokenizer = make()
+    for text in ("".join(TEXTS) * 30, "a" * 5000, " " * 4096, "é👩‍👩‍👧\n" * 2000):
+        assert len(text) >= _LONG_TEXT
+        expected = tokenizer.backend.encode(text, add_special_tokens=special).ids
+        assert tokenizer.encode(text, add_special_tokens=special) == expected
+    with pytest.raises(InvalidRequestError, match="lone surrogate at character 5000"):
+        tokenizer.encode("a" * 5000 + "\ud800")
+    with pytest.raises(InvalidRequestError, match="A prompt must be text"):
+        tokenizer.encode([1] * 5000)  # type: ignore[arg-type]
+
+
+def test_a_long_text_blocks_no_other_thread() -> None:
+    tokenizer = byte_level()
+    text = "The quick brown fox. " * 50_000
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (tokenizer.encode(text), done.set()))
+    thread.start()
+    turns = 0
+    while not done.wait(0.005):
+        turns += 1
+        assert turns < 10_000
+    thread.join(timeout=10)
+    assert turns > 5, "this thread hardly ran while the other one encoded a megabyte"
+
+
+@pytest.mark.parametrize("text", ["ab " * 170_000, "a" * 500_000, " " * 500_000, "中" * 170_000])
+def test_encoding_is_linear(text: str) -> None:
+    """Twice as much text takes about twice as long, also where there is no space to cut at."""
+    for tokenizer in (byte_level(), sentencepiece()):
+        seconds = []
+        for part in (text[: len(text) // 8], text):
+            started = time.perf_counter()
+            tokenizer.encode(part)
+            seconds.append(time.perf_counter() - started)
+        assert seconds[1] < 8 * 5 * seconds[0] + 0.5, "64 times as long would be quadratic"
 
 
 def test_random_ids_decode_as_the_library_does() -> None:
@@ -111,6 +154,24 @@ def test_no_second_bos() -> None:
 def test_lone_surrogates_are_a_request_error() -> None:
     with pytest.raises(InvalidRequestError, match="lone surrogate at character 1"):
         byte_level().encode("a\ud800b")
+
+
+def test_info(tmp_path: Path) -> None:
+    folder = from_path(tiny_llama(tmp_path / "m"))
+    info = folder.info()
+    assert info == {
+        "tokenizer_class": info["tokenizer_class"],
+        **{"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "unk_token": None},
+        **{"bos_token_id": 0, "eos_token_id": 1, "vocab_size": folder.vocab_size},
+        "chat_template": folder.chat_template,
+    }
+    assert "Tokenizer" in info["tokenizer_class"]
+    json.dumps(info)
+    file = from_path(tiny_gguf(tmp_path / "m.gguf")).info()
+    assert file["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert {k: file[k] for k in ("bos_token", "eos_token_id", "chat_template")} == {
+        k: info[k] for k in ("bos_token", "eos_token_id", "chat_template")
+    }
 
 
 def test_folder_and_gguf_agree(tmp_path: Path) -> None:
