@@ -41,13 +41,13 @@ class Connection:
         import httpx
 
         self.url = url.rstrip("/")
-        if urlsplit(self.url).path == "":
-            self.url += "/v1"
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         try:
+            if urlsplit(self.url).path == "":
+                self.url += "/v1"
             self._http = httpx.Client(headers=headers, timeout=httpx.Timeout(timeout, connect=10))
         except (ValueError, httpx.InvalidURL) as error:
-            raise ChatError(f"{error}") from error
+            raise ChatError(f"--url {url}: {error}") from error
 
     def __enter__(self) -> Connection:
         return self

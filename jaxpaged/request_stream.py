@@ -54,6 +54,7 @@ class RequestStream:
         if self._closed:
             return
         self._closed = True
+        self._outputs.clear()
         self._wake()
         if not self._ended and self._error is None:
             self._abort(self.request_id)

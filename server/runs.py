@@ -85,6 +85,7 @@ class Run:
             task.cancel()
         self._reading.clear()
         self._left.clear()
+        self._pieces.clear()
         for stream in self.prompts:
             stream.close()
 

@@ -8,20 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import CLIENT_KEYS, EngineConfig
 from jaxpaged.sampling_params import SamplingParams
+from server.routes import ROUTES
+from server.settings import ServerConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+SERVER = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 
 
 def rows(cls: type) -> dict[str, str]:
     """Field name -> default, as the table under the heading that names `cls` has them."""
-    section = CONFIGURATION.split(f": `{cls.__name__}`\n")[1].split("\n## ")[0]
+    page = SERVER if cls is ServerConfig else CONFIGURATION
+    section = page.split(f": `{cls.__name__}`\n")[1].split("\n## ")[0]
     return dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", section, re.MULTILINE))
 
 
-@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams])
+@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams, ServerConfig])
 def test_every_field_is_listed_with_its_default(cls: type) -> None:
     assert rows(cls) == {field.name: repr(field.default) for field in dataclasses.fields(cls)}
 
@@ -29,9 +33,18 @@ def test_every_field_is_listed_with_its_default(cls: type) -> None:
 def test_every_environment_variable_is_listed() -> None:
     source = (ROOT / "jaxpaged" / "config.py").read_text(encoding="utf-8")
     read = set(re.findall(r'environ\.get\("(\w+)"', source))
-    listed = set(re.findall(r"^\| `(JAXPAGED_\w+)` \|", CONFIGURATION, re.MULTILINE))
+    listed = set(re.findall(r"^\| `([A-Z]+_\w+)` \|", CONFIGURATION, re.MULTILINE))
     assert read
-    assert read == listed
+    assert read | set(CLIENT_KEYS) | {"JAXPAGED_CONFIG"} == listed
+
+
+def test_every_endpoint_is_listed() -> None:
+    section = SERVER.split("## Endpoints\n")[1].split("\n## ")[0]
+    for route in ROUTES:
+        shown = re.sub(r"\{(\w+):path\}", r"{\1}", route.path.rstrip("/") or "/")
+        known = shown.replace("{response_id}", "{id}").replace("{name}", "...")
+        parts = known.split("/{id}/")  # what is below a stored response is summed up
+        assert f"`{parts[0]}`" in section, route.path
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])
@@ -43,9 +56,10 @@ def test_links_between_files_lead_somewhere(page: str) -> None:
 
 
 def test_flags_in_the_readme_exist() -> None:
-    known = {f.name for cls in (EngineConfig, SamplingParams) for f in dataclasses.fields(cls)}
+    classes = (EngineConfig, SamplingParams, ServerConfig)
+    known = {field.name for cls in classes for field in dataclasses.fields(cls)}
     known |= {"prompt", "prompt_file", "chat", "out", "help", "device_memory_utilization"}
-    known |= {"sampling_seed", "fix", "model"}
+    known |= {"sampling_seed", "fix", "model", "config"}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     used = set(re.findall(r"(?<![\w=-])--([a-z][a-z-]+)", readme))  # XLA_FLAGS=--... is XLA's
     assert len(used) > 5

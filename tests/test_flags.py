@@ -9,8 +9,10 @@ import typing
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.flags import add_flags, field_docs, flag_name, given
+from jaxpaged.errors import ConfigError
+from jaxpaged.flags import add_flags, field_docs, flag_name, given, value_of
 from jaxpaged.sampling_params import SamplingParams
+from server.settings import ServerConfig
 
 
 def parser_of(cls: type) -> argparse.ArgumentParser:
@@ -23,7 +25,7 @@ def parse(cls: type, *words: str) -> dict[str, object]:
     return given(parser_of(cls).parse_args(words), cls)
 
 
-@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams])
+@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams, ServerConfig])
 def test_every_field_has_a_text_and_a_flag(cls: type) -> None:
     docs = field_docs(cls)
     help_text = " ".join(parser_of(cls).format_help().split())
@@ -77,7 +79,7 @@ def test_sampling_values() -> None:
     assert params.seed == 2**64 - 3
 
 
-@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams])
+@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams, ServerConfig])
 def test_none_is_a_value_of_exactly_the_fields_that_may_be_none(cls: type) -> None:
     hints = typing.get_type_hints(cls)
     optional = []
@@ -117,6 +119,33 @@ def test_wrong_values_are_usage_errors(
         parse(SamplingParams, *words)
     assert exit_.value.code == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ("max_num_seqs", "8", 8),
+        ("max_num_seqs", "none", None),
+        ("max_model_len", "8k", "8k"),
+        ("watermark", "0.5", 0.5),
+        ("enforce_eager", "TRUE", True),
+        ("enforce_eager", "off", False),
+        ("decode_buckets", "8,16", [8, 16]),
+    ],
+)
+def test_values_written_as_one_text(field: str, text: str, value: object) -> None:
+    assert value_of(EngineConfig, field, text) == value
+
+
+def test_lists_of_texts_as_one_text() -> None:
+    assert value_of(ServerConfig, "allowed_origins", "a, b,") == ["a", "b"]
+    assert value_of(ServerConfig, "allowed_origins", '["a,b"]') == ["a,b"]
+    assert value_of(ServerConfig, "api_key", "none") is None
+    assert value_of(SamplingParams, "stop", "a,b") == ["a,b"]
+    with pytest.raises(ConfigError, match="expected true or false, got '2'"):
+        value_of(EngineConfig, "enforce_eager", "2")
+    with pytest.raises(ConfigError, match="expected an integer"):
+        value_of(EngineConfig, "max_num_seqs", "x")
 
 
 def test_a_clashing_field_takes_a_prefix() -> None:

@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "jobs": BASE,
     "batch": BASE | {"llm", "jobs"},
     "bench": ENGINE_SIDE | {"flags", "jobs", "llm", "engine", "async_engine"},
-    "run_batch": ENGINE_SIDE | {"flags", "llm", "engine", "async_engine", "jobs", "batch"},
+    "run_batch": ENGINE_SIDE | {"flags", "async_engine", "engine_thread", "jobs", "batch"},
     "chat_client": BASE | {"chat_connection"},
     "chat_connection": BASE | {"bench"},
     "cli": COMMAND_SIDE,

@@ -91,6 +91,7 @@ export class BlockGrid {
     this.#pitch = pitch;
     this.#columns = Math.max(1, Math.floor(width / pitch));
     const rows = Math.ceil(blocks / this.#columns);
+    Object.assign(this.#frame.dataset, { blocks, pitch });
     for (const canvas of [this.#cells, this.#over]) {
       size(canvas, Math.min(blocks, this.#columns) * pitch, rows * pitch);
     }

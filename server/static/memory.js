@@ -34,8 +34,8 @@ export class MemoryView {
   /** Tokens written, by the server's clock. @type {{seconds: number, tokens: number}[]} */
   #written = [];
   #receivedAt = 0;
-  /** Blocks copied on write so far, as told last. @type {number | null} */
-  #copies = null;
+  /** As they were last. @type {Record<string, number> | null} */
+  #counters = null;
 
   /** @param {import("./api.js").Api} api */
   constructor(api) {
@@ -146,7 +146,7 @@ export class MemoryView {
     else if (event === "whole") {
       this.#timeline.clear();
       this.#written = [];
-      this.#copies = null;
+      this.#counters = null;
       this.#apply(this.#pool.replace(told));
     } else if (event === "change") this.#apply(this.#pool.change(told));
   }
@@ -224,15 +224,23 @@ export class MemoryView {
 
   // ---------------------------------------------------------------- what happened
 
-  /** @param {Effect} effect */
+  /**
+   * In words. The counters also tell what came and went between two looks.
+   *
+   * @param {Effect} effect
+   */
   #tell({ hits, evicted, admitted, preempted, left }) {
+    const more = this.#counted();
     for (const request of admitted) {
       const { prompt, cached } = request;
       const found = `${plural(prompt, "prompt token")}, ${cached || "none"} of them cached`;
       this.#log("in", `${nameOf(request)} was let in: ${found}.`);
     }
+    const reused = more("prefix_hit_tokens");
     if (hits.length > 0) {
       this.#log("hit", `Prefix hit: ${blocksInWords(hits)} taken over as they were.`);
+    } else if (reused > 0) {
+      this.#log("hit", `Prefix hit: ${plural(reused, "token")}, gone again before the next look.`);
     }
     if (evicted.length > 0) {
       this.#log("evict", `Evicted: ${blocksInWords(evicted)} given out for new content.`);
@@ -241,14 +249,23 @@ export class MemoryView {
       const what = "was preempted: its blocks went back, it will be recomputed";
       this.#log("preempt", `${nameOf(request)} ${what}.`);
     }
+    const brief = more("preemptions") - preempted.length;
+    if (brief > 0) this.#log("preempt", `${plural(brief, "preemption")} between two looks.`);
     for (const request of left) {
       this.#log("out", `${nameOf(request)} has left, with ${plural(request.tokens, "token")}.`);
     }
-    const copies = this.#pool.counters.copies ?? 0;
-    if (copies > (this.#copies ?? copies)) {
-      this.#log("copy", `${plural(copies - (this.#copies ?? 0), "block")} copied on write.`);
-    }
-    this.#copies = copies;
+    const copies = more("copies");
+    if (copies > 0) this.#log("copy", `${plural(copies, "block")} copied on write.`);
+  }
+
+  /** By how much a counter has grown since this was asked last. */
+  #counted() {
+    const before = this.#counters;
+    const now = (this.#counters = this.#pool.counters);
+    return (/** @type {string} */ name) => {
+      const first = before?.[name];
+      return first === undefined ? 0 : (now[name] ?? first) - first;
+    };
   }
 
   /** @param {string} kind @param {string} text */

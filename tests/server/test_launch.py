@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -43,7 +44,11 @@ class Server:
 
     def __init__(self, command: Sequence[str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},  # for scripts/, where nothing is installed
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         self.log = ""
         self._reader = threading.Thread(target=self._read, daemon=True)

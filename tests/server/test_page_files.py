@@ -93,7 +93,8 @@ def test_head_tells_what_get_would(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["none.js", "..%2fpage.py", "%2e%2e/page.py", "../page.py", ".", "%00", "index.html/"]
+    "name",
+    ["none.js", "..%2fpage.py", "%2e%2e%2fpage.py", "..%5cpage.py", "main.js%00", "%00", "Main.js"],
 )
 def test_nothing_else_can_be_had(name: str) -> None:
     response = client().get(f"/static/{name}")

@@ -16,7 +16,6 @@ import pytest
 from jaxpaged.config import EngineConfig
 from jaxpaged.sampling_params import SamplingParams
 from server.body import decode_body
-from server.protocol_chat import ChatRequest
 from server.protocol_completions import CompletionRequest
 from server.sampling import UNSUPPORTED, sampling_params
 from tests.server.apps import Json, Server, drive
@@ -152,8 +151,8 @@ def test_words_that_clients_look_for() -> None:
         assert "maximum context length is 256 tokens" in error["message"]
         many = await server.refused(PATH, {"prompt": "p", "max_tokens": 99999})
         assert many["message"] == (
-            "max_tokens=99999 cannot be greater than max_model_len=256. Please request fewer output "
-            "tokens."
+            "max_tokens=99999 cannot be greater than max_model_len=256. "
+            "Please request fewer output tokens."
         )
         alone = await server.refused(PATH, {"prompt": "p", "stream_options": {}})
         assert alone["message"] == "Stream options can only be defined when `stream=True`."
@@ -422,11 +421,6 @@ def test_a_huge_prompt_does_not_stop_the_others() -> None:
         assert "maximum context length" in (await huge)["message"] and answers > 1
 
     drive(test, Script())
-
-
-def test_nothing_of_a_chat_is_declared_twice() -> None:
-    names = set(ChatRequest.__struct_fields__) & set(CompletionRequest.__struct_fields__)
-    assert {"logprobs", "max_tokens", "stop", "prompt_logprobs"} <= names
 
 
 def _rss() -> int:
