@@ -54,6 +54,7 @@ class EngineThread:
         """Programs compiled and their number, while loading."""
         self.step_began: float | None = None
         """Seconds of `time.monotonic()`; None between steps."""
+        self._stopping = False
         self._config = config
         self._build = build or _build_engine
         self._metrics = metrics
@@ -71,7 +72,10 @@ class EngineThread:
         return future
 
     async def stop(self, seconds: float) -> None:
-        """End after the step that runs, and wait for that as long. A load cannot be interrupted."""
+        """End after the step that runs (while loading: after the program that is compiled), and
+        wait for that as long.
+        """
+        self._stopping = True
         self._commands.put(None)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, seconds)
@@ -144,6 +148,8 @@ class EngineThread:
 
     def _note_progress(self, done: int, total: int, program: str) -> None:
         self.progress = (done, total)
+        if self._stopping:
+            raise EngineDeadError("The engine was closed while it was loading.")
 
     def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run something on the event loop; nobody is left to hear it once that is closed."""

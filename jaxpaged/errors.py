@@ -25,7 +25,7 @@ class InvalidRequestError(JaxpagedError, ValueError):
 
 
 class UnavailableError(JaxpagedError, RuntimeError):
-    """The engine takes no request at the moment: it is loading, shutting down, or its queue is full.
+    """The engine takes no request now: it is loading, shutting down, or its queue is full.
 
     Nothing was queued. `retry_after` is the number of seconds after which to try again.
     """

@@ -1,4 +1,4 @@
-"""API keys. With any set, everything needs one but a short list of paths: what is new is guarded."""
+"""API keys. With any set, all but a short list of paths needs one: what is new is guarded too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: a status, and one JSON object that says what was wrong."""
+"""Errors as OpenAI's clients expect them: a status, and one JSON object that says what is wrong."""
 
 from __future__ import annotations
 

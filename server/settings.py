@@ -47,8 +47,8 @@ class ServerConfig:
     """Keys that clients may use, each KEY or NAME:KEY; the name is what logs show."""
     api_key_file: str | None = None
     """File with more keys, one a line, as in api_key; # begins a comment."""
-    metrics_auth: bool = False
-    """Guard /metrics by the keys too."""
+    metrics_auth: bool = True
+    """Keys guard /metrics too; off where a scraper in a closed network has none."""
     allowed_origins: tuple[str, ...] = ()
     """Web origins whose pages may call the server (CORS); * is every one."""
     allowed_methods: tuple[str, ...] = ("*",)

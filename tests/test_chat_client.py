@@ -143,7 +143,10 @@ def test_what_a_terminal_would_obey_is_taken_out(capsys: pytest.CaptureFixture[s
     with serving(MiniServer(lambda _: Reply(text_chunks(*nasty, chat=True)))) as server:
         assert main(["chat", "--url", server.url, "-q", "x"]) == 0
     assert capsys.readouterr().out == "]0;titlea31m\tb\nc\n"
-    assert clean("Gr\u00fc\u00dfe \u4f60\u597d \U0001f600\n") == "Gr\u00fc\u00dfe \u4f60\u597d \U0001f600\n"
+    assert (
+        clean("Gr\u00fc\u00dfe \u4f60\u597d \U0001f600\n")
+        == "Gr\u00fc\u00dfe \u4f60\u597d \U0001f600\n"
+    )
 
 
 def test_a_key_is_missing(capsys: pytest.CaptureFixture[str]) -> None:

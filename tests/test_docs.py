@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
+from jaxpaged.cli import build_parser
 from jaxpaged.config import CLIENT_KEYS, EngineConfig
 from jaxpaged.sampling_params import SamplingParams
 from server.routes import ROUTES
@@ -55,11 +57,20 @@ def test_links_between_files_lead_somewhere(page: str) -> None:
             assert (path.parent / target).exists(), f"{page} links to {target}"
 
 
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Names of all flags of a command and the commands below it."""
+    found: set[str] = set()
+    for action in parser._actions:
+        found |= {name.lstrip("-").replace("-", "_") for name in action.option_strings}
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                found |= options_of(below)
+    return found
+
+
 def test_flags_in_the_readme_exist() -> None:
-    classes = (EngineConfig, SamplingParams, ServerConfig)
-    known = {field.name for cls in classes for field in dataclasses.fields(cls)}
-    known |= {"prompt", "prompt_file", "chat", "out", "help", "device_memory_utilization"}
-    known |= {"sampling_seed", "fix", "model", "config"}
+    known = {field.name for field in dataclasses.fields(ServerConfig)}
+    known |= {"config", "fix"} | options_of(build_parser())
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     used = set(re.findall(r"(?<![\w=-])--([a-z][a-z-]+)", readme))  # XLA_FLAGS=--... is XLA's
     assert len(used) > 5

@@ -73,7 +73,9 @@ export class Chat {
       select.title = data.map((/** @type {{id: string}} */ { id }) => id).join(", ");
       select.disabled = false;
       const length = data[0]?.max_model_len;
-      if (length) byId("max-tokens").max = String(length);
+      const limit = byId("max-tokens");
+      if (length) limit.max = String(length);
+      if (limit.valueAsNumber > length) limit.value = ""; // all that fit
     } catch (error) {
       select.replaceChildren(make("option", {}, "no model"));
       setText(byId("composer-note"), inWords(error));

@@ -148,7 +148,9 @@ def test_the_table() -> None:
 
 
 def test_lines_that_say_nothing_are_left_out() -> None:
-    lines = report.lines(summarise([A], 1.0), report.Load(math.inf, 1.0, None), ("itl",), (50, 99.9))
+    lines = report.lines(
+        summarise([A], 1.0), report.Load(math.inf, 1.0, None), ("itl",), (50, 99.9)
+    )
     text = "\n".join(lines)
     for label in ("concurrency:", "configured", "goodput", "TTFT"):
         assert label not in text

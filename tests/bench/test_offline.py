@@ -102,9 +102,7 @@ def test_a_file(engines: list[Engine], tmp_path: Path, capsys: pytest.CaptureFix
     assert "Total num output tokens:  7" in capsys.readouterr().out
 
 
-def test_latency(
-    engines: list[Engine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_latency(engines: list[Engine], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.json"
     status = main(
         ["bench", "latency", "--batch-size", "3", "--num-iters", "4", "--num-iters-warmup", "2"]
@@ -122,9 +120,7 @@ def test_latency(
     assert stats.prefix_hit_tokens == 0  # the prompts are new ones in every round
 
 
-def test_prompts_that_do_not_fit(
-    engines: list[Engine], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_that_do_not_fit(engines: list[Engine], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "throughput", "--num-prompts", "1", *FEW]) == 2
     assert "128" in capsys.readouterr().err
 
@@ -150,7 +146,9 @@ def test_failed_requests_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = Script(fail_read=lambda step: RuntimeError("hot") if step == 1 else None)
-    monkeypatch.setattr(jaxpaged.llm, "build_engine", lambda config: scripted_engine(script, config))
+    monkeypatch.setattr(
+        jaxpaged.llm, "build_engine", lambda config: scripted_engine(script, config)
+    )
     flags = ["--num-prompts", "2", "--input-len", "4", "--output-len", "3"]
     assert main(["bench", "throughput", *flags, *FEW]) == 1
     assert "failed, 2 x: " in capsys.readouterr().err

@@ -265,7 +265,9 @@ def test_a_connection_that_does_not_come_about() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a:b", "http://a:-1"])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://a", "http://", "http://a:b", "http://a:-1"]
+)
 def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(WireError, match="base URL"):
         Client(url, {}, timeout=1.0)

@@ -60,7 +60,7 @@ def requests_of(live: Live) -> list[tuple[str, str]]:
 OPEN = {
     *((method, path) for method in ("GET", "HEAD") for path in ("/health", "/ready", "/ping")),
     ("POST", "/ping"),
-    *((method, path) for method in ("GET", "HEAD") for path in ("/", "/static/x", "/metrics")),
+    *((method, path) for method in ("GET", "HEAD") for path in ("/", "/static/x")),
 }
 """What needs no key."""
 
@@ -157,7 +157,7 @@ def test_tricks_with_the_path(live: Live, target: str) -> None:
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "TRACE", "FOO"])
 def test_open_paths_are_open_for_reading_only(live: Live, method: str) -> None:
-    for path in ("/health", "/ready", "/metrics", "/", "/static/x"):
+    for path in ("/health", "/ready", "/", "/static/x"):
         assert raw_status(live, method, path) == 401
     assert raw_status(live, method, "/ping") == (200 if method == "POST" else 401)
 
@@ -199,8 +199,16 @@ def test_preflights_need_no_key(live: Live) -> None:
         assert raw_status(live, "OPTIONS", path) == 405  # no origin is allowed: nothing to say
 
 
-def test_metrics_and_page_can_be_guarded() -> None:
-    with live_server(settings=config(metrics_auth=True, disable_page=True)) as live:
+def test_metrics_can_be_open() -> None:
+    with live_server(settings=config(metrics_auth=False)) as live:
+        for path in ("/metrics", "/metrics/"):
+            assert raw_status(live, "GET", path) == 200
+            assert raw_status(live, "GET", path, bearer("wrong")) == 200
+        assert raw_status(live, "GET", "/metricsx") == 401
+
+
+def test_without_a_page_nothing_is_open_for_it() -> None:
+    with live_server(settings=config(disable_page=True)) as live:
         for path in ("/metrics", "/metrics/", "/", "/static/x"):
             assert raw_status(live, "GET", path) == 401
         assert raw_status(live, "GET", "/metrics", bearer(KEY)) == 200

@@ -107,7 +107,9 @@ def opened(
         yield page
         own = (live.base_url, "data:", "blob:")
         assert [url for url in requested if not url.startswith(own)] == []
-        assert [text for text in said if expected is None or not re.search(expected, text)] == []
+        allowed = re.compile(expected or "(?!)")
+        known = "willReadFrequently"  # of the tests themselves, which look at the canvas
+        assert [text for text in said if known not in text and not allowed.search(text)] == []
     finally:
         context.close()
 
