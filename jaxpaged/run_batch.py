@@ -33,6 +33,7 @@ WINDOW = 4
 MAX_LINE = 64 * 2**20
 """Bytes of a line of the input."""
 EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
 
 EPILOG = """\
 A line of the input is
@@ -88,6 +89,12 @@ def run(args: argparse.Namespace, *, build: Build | None = None) -> int:
         batch.check_out(out, args.input_file, "-o")
         with batch.LineWriter(out, "-o") as lines:
             return asyncio.run(_run(config, build, args.served_model_name, source, lines))
+    except KeyboardInterrupt:
+        from server.launch import leave_if_stuck
+
+        sys.stderr.write("interrupted\n")
+        leave_if_stuck(EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
     finally:
         if source != 0:
             os.close(source)
@@ -124,7 +131,7 @@ async def _run(
     try:
         await engine.wait_ready()
         app = create_app(Context(engine=engine, settings=settings, http=HttpMetrics()))
-        with tqdm(unit="request", disable=config.disable_progress, file=sys.stderr) as bar:
+        with tqdm(unit=" requests", disable=config.disable_progress, file=sys.stderr) as bar:
             work = BatchRun(
                 app,
                 lines.write,

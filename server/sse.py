@@ -156,8 +156,6 @@ class EventResponse(Response):
             idle = time.monotonic() - self._last_sent
             if idle < self._keep_alive:
                 await asyncio.sleep(self._keep_alive - idle)
-            elif self._sending.locked():  # the client does not read: nothing is idle here
-                await asyncio.sleep(self._keep_alive)
             else:
                 await self._send(send, _KEEP_ALIVE)
         await asyncio.Event().wait()  # the end is for `_send_all` to tell

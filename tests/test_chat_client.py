@@ -50,8 +50,10 @@ def type_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def test_one_question(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(MiniServer(echo)) as server:
         status = main(
-            ["chat", "--url", server.url + "/v1", "-q", "hello you", "--temperature", "0.5"]
-            + ["--system", "be kind", "--max-tokens", "9", "--api-key", "k"]
+            [
+                *("chat", "--url", server.url + "/v1", "-q", "hello you", "--temperature", "0.5"),
+                *("--system", "be kind", "--max-tokens", "9", "--api-key", "k"),
+            ]
         )
     assert status == 0
     out, err = capsys.readouterr()

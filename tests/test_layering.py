@@ -303,6 +303,10 @@ def test_importing_the_server_brings_no_jax() -> None:
         ["serve", "--port=x"],
         ["serve", "--port=-1"],
         ["bench", "serve", "--help"],
+        ["bench", "throughput", "--help"],
+        ["bench", "latency", "--block-size=0"],
+        ["run-batch", "--help"],
+        ["chat", "--help"],
     ],
 )
 def test_help_and_usage_errors_bring_no_jax(arguments: list[str]) -> None:

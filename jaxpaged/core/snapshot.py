@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
+from jaxpaged.core.block_pool import NULL_BLOCK
 from jaxpaged.core.kv_groups import Windows
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
@@ -110,15 +111,25 @@ class PoolSnapshot:
         ]
 
     def hits_since(self, before: PoolSnapshot, changed: Sequence[int]) -> list[int]:
-        """Those of the `changed` blocks that got another holder for what they already held: prefix
-        hits. A block that was given out for new content has lost its hash, or has another."""
-        return [
+        """Blocks, ascending, that a prefix hit has given another holder.
+
+        Those of the `changed` ones that got one for what they already held (a block that was given
+        out for new content has lost its hash, or has another), and what requests admitted since
+        then found: in the same step a prompt may share blocks that are only being written.
+        """
+        found = {
             block
             for block in changed
             if self.refs[block] > before.refs[block]
             and before.hashes[block] is not None
             and self.hashes[block] == before.hashes[block]
-        ]
+        }
+        ran_before = {request.key for request in before.running}
+        for request in self.running:
+            if request.key not in ran_before and request.num_preemptions == 0:
+                pages = request.num_cached_tokens // self.block_size
+                found.update(*(table[:pages] for table in request.tables))
+        return sorted(found - {NULL_BLOCK})
 
     def evicted_since(self, before: PoolSnapshot, changed: Sequence[int]) -> list[int]:
         """Those of the `changed` blocks that were cached and whose content is gone."""

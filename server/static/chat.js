@@ -7,6 +7,10 @@ import { readEvents } from "./sse.js";
 
 const NEAR_BOTTOM = 60;
 const MOST_ANNOUNCED = 20;
+/** Milliseconds; a rate over less says nothing. */
+const SHORTEST_MEASURE = 100;
+/** Seconds until a server that is loading its model is asked again. */
+const MOST_WAIT = 3;
 
 /**
  * @typedef {object} Turn
@@ -67,18 +71,21 @@ export class Chat {
     try {
       const response = await this.#api.call("v1/models");
       const { data } = await response.json();
-      select.replaceChildren(
-        ...data.map((/** @type {{id: string}} */ { id }) => make("option", { value: id }, shortName(id))),
-      );
-      select.title = data.map((/** @type {{id: string}} */ { id }) => id).join(", ");
+      /** @type {string[]} */
+      const ids = data.map((/** @type {{id: string}} */ { id }) => id);
+      select.replaceChildren(...ids.map((id) => make("option", { value: id }, shortName(id))));
+      select.title = ids.join(", ");
       select.disabled = false;
       const length = data[0]?.max_model_len;
       const limit = byId("max-tokens");
       if (length) limit.max = String(length);
       if (limit.valueAsNumber > length) limit.value = ""; // all that fit
+      setText(byId("composer-note"), "");
     } catch (error) {
-      select.replaceChildren(make("option", {}, "no model"));
+      select.replaceChildren(make("option", { value: "" }, "no model yet"));
       setText(byId("composer-note"), inWords(error));
+      if (!(error instanceof ApiError) || error.status !== 503) return;
+      setTimeout(() => this.loadModels(), 1000 * Math.min(error.retryAfter ?? 1, MOST_WAIT));
     }
   }
 
@@ -141,7 +148,8 @@ export class Chat {
       announce,
     });
     const body = this.#body();
-    const turn = { role: /** @type {const} */ ("assistant"), content: "", element: message.element };
+    /** @type {Turn} */
+    const turn = { role: "assistant", content: "", element: message.element };
     this.#running = controller;
     this.#showRunning(true);
     this.#add(turn);
@@ -198,10 +206,12 @@ export class Chat {
 
   #body() {
     const system = byId("system").value;
+    /** @type {{role: string, content: string}[]} */
     const messages = this.#turns.map(({ role, content }) => ({ role, content }));
+    if (system.trim() !== "") messages.unshift({ role: "system", content: system });
     return {
       model: byId("model").value || undefined,
-      messages: system.trim() === "" ? messages : [{ role: "system", content: system }, ...messages],
+      messages,
       stream: true,
       stream_options: { include_usage: true, continuous_usage_stats: true },
       temperature: numberIn("temperature"),
@@ -261,7 +271,7 @@ function figures({ sent, first, last, usage }) {
   const parts = [];
   const tokens = usage?.completion_tokens ?? 0;
   if (tokens > 0) parts.push(`${count(tokens)} tokens`);
-  if (tokens > 1 && last > first) {
+  if (tokens > 1 && last - first > SHORTEST_MEASURE) {
     parts.push(`${((1000 * (tokens - 1)) / (last - first)).toFixed(1)} tokens/s`);
   }
   if (first > 0) parts.push(`first after ${((first - sent) / 1000).toFixed(2)} s`);

@@ -6,8 +6,9 @@ const LARGEST_PITCH = 26;
 const SMALLEST_PITCH = 4;
 const WANTED_HEIGHT = 236;
 const FLASH_MS = 1100;
-/** Of the frame, in the style sheet. */
-const PADDING = 4;
+/** Around the cells, for outlines: of the frame, in the style sheet, and of the canvas. */
+const PADDING = 2;
+const EDGE = 2;
 
 const COLOURS = "free cached held shared null ink panel line flash mark".split(" ");
 
@@ -83,7 +84,7 @@ export class BlockGrid {
   /** Lay the grid out for the pool's size and the room there is, and draw everything. */
   drawAll() {
     const blocks = this.#pool.states.length;
-    const width = this.#frame.clientWidth - 2 * PADDING;
+    const width = this.#frame.clientWidth - 2 * (PADDING + EDGE);
     if (blocks === 0 || width <= 0) return;
     let pitch = LARGEST_PITCH;
     const height = () => Math.ceil(blocks / Math.floor(width / pitch)) * pitch;
@@ -91,9 +92,9 @@ export class BlockGrid {
     this.#pitch = pitch;
     this.#columns = Math.max(1, Math.floor(width / pitch));
     const rows = Math.ceil(blocks / this.#columns);
-    Object.assign(this.#frame.dataset, { blocks, pitch });
+    Object.assign(this.#frame.dataset, { blocks, pitch, columns: this.#columns });
     for (const canvas of [this.#cells, this.#over]) {
-      size(canvas, Math.min(blocks, this.#columns) * pitch, rows * pitch);
+      size(canvas, Math.min(blocks, this.#columns) * pitch + 2 * EDGE, rows * pitch + 2 * EDGE);
     }
     const pen = this.#pen(this.#cells);
     for (let block = 0; block < blocks; block += 1) this.#drawCell(pen, block);
@@ -155,7 +156,8 @@ export class BlockGrid {
   /** @param {number} block @returns {[number, number]} */
   #corner(block) {
     const column = block % this.#columns;
-    return [column * this.#pitch, Math.floor(block / this.#columns) * this.#pitch];
+    const row = Math.floor(block / this.#columns);
+    return [EDGE + column * this.#pitch, EDGE + row * this.#pitch];
   }
 
   /** @param {HTMLCanvasElement} canvas */
@@ -226,7 +228,7 @@ export class BlockGrid {
     const pen = this.#pen(this.#over);
     pen.clearRect(0, 0, this.#over.width, this.#over.height);
     if (this.#chosen.size > 0) {
-      pen.globalAlpha = 0.72;
+      pen.globalAlpha = 0.62;
       pen.fillStyle = this.#colours.panel;
       pen.fillRect(0, 0, this.#over.width, this.#over.height);
       pen.globalAlpha = 1;
@@ -235,12 +237,12 @@ export class BlockGrid {
         pen.clearRect(x - 1, y - 1, this.#pitch, this.#pitch);
       }
     }
+    const outlined = this.#chosen.size > 0 ? this.#chosen : this.#marked;
     pen.strokeStyle = this.#colours.mark;
     pen.lineWidth = this.#pitch >= 8 ? 2 : 1;
-    for (const block of this.#marked) this.#outline(pen, block);
-    pen.strokeStyle = this.#colours.ink;
-    for (const block of this.#chosen) this.#outline(pen, block);
+    for (const block of outlined) this.#outline(pen, block);
     if (this.#cursor !== null) {
+      pen.strokeStyle = this.#colours.ink;
       pen.lineWidth = 2.5;
       this.#outline(pen, this.#cursor, 1);
     }
@@ -281,8 +283,8 @@ export class BlockGrid {
 
   /** @param {PointerEvent} event */
   #blockUnder(event) {
-    const column = Math.floor(event.offsetX / this.#pitch);
-    const row = Math.floor(event.offsetY / this.#pitch);
+    const column = Math.floor((event.offsetX - EDGE) / this.#pitch);
+    const row = Math.floor((event.offsetY - EDGE) / this.#pitch);
     const block = row * this.#columns + column;
     const inside = column >= 0 && column < this.#columns && block >= 0;
     return inside && block < this.#pool.states.length ? block : null;

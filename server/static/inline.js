@@ -4,6 +4,8 @@ import { make } from "./dom.js";
 
 const MOST_URL = 2048;
 const MOST_OPENERS = 200;
+/** What follows the text of a link: its address, maybe a title, and the closing bracket. */
+const TARGET = /^\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+["'(][^"')\n]*["')])?\s*\)/;
 
 /** Marks that open and close something, longest first. */
 const MARKS = ["***", "**", "__", "~~", "*", "_"];
@@ -25,7 +27,7 @@ const TAGS = {
 
 /**
  * @param {string} text
- * @param {{open?: boolean}} [options]  open: the text goes on; what has begun is shown as if it ended
+ * @param {{open?: boolean}} [options]  open: the text goes on; show what has begun as if it ended
  * @returns {(Node | string)[]}
  */
 export function inline(text, { open = false } = {}) {
@@ -220,7 +222,7 @@ class InlineParser {
     this.#openers.length = index;
     if (this.#text[this.#at + 1] !== "(") return false;
     const rest = this.#text.slice(this.#at + 2, this.#at + 2 + MOST_URL);
-    const found = /^\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+["'(][^"')\n]*["')])?\s*\)/.exec(rest);
+    const found = TARGET.exec(rest);
     const url = found && webUrl(found[1]);
     if (!found || !url) return false;
     this.#flush();

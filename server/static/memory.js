@@ -1,19 +1,22 @@
 // The side of the page that shows the server's memory, live.
 
-import { byId, count, make, plural, setText } from "./dom.js";
+import { ApiError } from "./api.js";
+import { byId, plural, setText } from "./dom.js";
+import { Gauges } from "./gauges.js";
 import { BlockGrid } from "./grid.js";
+import { Happenings } from "./happenings.js";
 import { Pool, nameOf } from "./pool.js";
 import { readEvents } from "./sse.js";
 import { BlockTables } from "./tables.js";
 import { Timeline } from "./timeline.js";
 
-const MOST_EVENTS = 30;
 const MOST_LINKS = 64;
+/** Seconds until a broken connection is tried again. */
 const LONGEST_PAUSE = 15;
-const RATE_SECONDS = 3;
 
 /** @typedef {import("./pool.js").Request} Request */
 /** @typedef {import("./pool.js").Effect} Effect */
+/** @typedef {{x: number, y: number}} Point */
 
 export class MemoryView {
   #api;
@@ -21,6 +24,8 @@ export class MemoryView {
   #grid;
   #tables;
   #timeline = new Timeline(byId("timeline"), byId("timeline-label"));
+  #gauges = new Gauges(this.#pool);
+  #happenings = new Happenings();
   /** @type {AbortController | null} */
   #connection = null;
   #wanted = false;
@@ -31,12 +36,6 @@ export class MemoryView {
   #picked = { key: null, block: null };
   /** @type {number | null} */
   #inspected = null;
-  /** Tokens written, by the server's clock. @type {{seconds: number, tokens: number}[]} */
-  #written = [];
-  #receivedAt = 0;
-  /** As they were last. @type {Record<string, number> | null} */
-  #counters = null;
-
   /** @param {import("./api.js").Api} api */
   constructor(api) {
     this.#api = api;
@@ -58,10 +57,6 @@ export class MemoryView {
       swatch.addEventListener("pointerleave", () => this.#showPicked());
     }
     setInterval(() => this.#tick(), 1000);
-  }
-
-  get pool() {
-    return this.#pool;
   }
 
   /** Listen while this side can be seen, and not otherwise. @param {boolean} visible */
@@ -123,7 +118,7 @@ export class MemoryView {
       } catch (error) {
         if (signal.aborted) return;
         why = error instanceof Error ? error.message : String(error);
-        if (/** @type {{status?: number}} */ (error).status === 401) {
+        if (error instanceof ApiError && error.status === 401) {
           // The user has just declined to give a key: do not ask at once again.
           this.#pause(true);
           this.#setState("off", "needs a key");
@@ -137,16 +132,14 @@ export class MemoryView {
 
   /** @param {string} event @param {any} told */
   #receive(event, told) {
-    this.#receivedAt = performance.now();
     if (event === "status") {
       const [done, total] = told.progress ?? [0, 0];
       const programs = total > 0 ? `, ${done} of ${total} programs compiled` : "";
       this.#setState("wait", `the model is loading${programs}`);
     } else if (event === "end") this.#setState("off", "the server is stopping");
     else if (event === "whole") {
-      this.#timeline.clear();
-      this.#written = [];
-      this.#counters = null;
+      // What was before is not known to lead up to this.
+      for (const part of [this.#timeline, this.#gauges, this.#happenings]) part.startOver();
       this.#apply(this.#pool.replace(told));
     } else if (event === "change") this.#apply(this.#pool.change(told));
   }
@@ -159,122 +152,24 @@ export class MemoryView {
     else this.#grid.drawSome(effect.blocks);
     if (effect.hits.length > 0) this.#grid.flash(effect.hits, "hit");
     if (effect.evicted.length > 0) this.#grid.flash(effect.evicted, "evicted");
-    this.#written.push({
-      seconds: this.#pool.seconds,
-      tokens: this.#pool.counters.generation_tokens ?? 0,
-    });
     this.#timeline.add(this.#pool);
     this.#timeline.draw();
-    this.#tell(effect);
-    this.#showGauges();
+    this.#happenings.tell(effect, this.#pool.counters);
+    this.#gauges.show();
     this.#showRequests();
+  }
+
+  /** Time goes on though nothing happens. */
+  #tick() {
+    if (this.#connection === null || byId("live-state").dataset.kind !== "live") return;
+    this.#gauges.showRate();
+    this.#timeline.draw();
   }
 
   /** @param {"live" | "wait" | "off" | "idle"} kind @param {string} text */
   #setState(kind, text) {
     byId("live-state").dataset.kind = kind;
     setText(byId("live-text"), text);
-  }
-
-  // ---------------------------------------------------------------- figures
-
-  #showGauges() {
-    const { counters, counts, usable, held, running, waiting } = this.#pool;
-    setText(byId("gauge-running"), count(running));
-    setText(byId("gauge-waiting"), count(waiting));
-    const used = usable > 0 ? held / usable : 0;
-    setText(byId("gauge-kv"), percent(used));
-    byId("gauge-kv-bar").style.setProperty("--share", `${(100 * used).toFixed(1)}%`);
-    const { prefix_query_tokens: queries = 0, prefix_hit_tokens: hits = 0 } = counters;
-    setText(byId("gauge-hits"), queries > 0 ? percent(hits / queries) : "–");
-    byId("gauge-hits").title = `${count(hits)} of ${count(queries)} prompt tokens looked up`;
-    setText(byId("gauge-preemptions"), count(counters.preemptions ?? 0));
-    setText(byId("gauge-rate"), this.#rate());
-    byId("tile-copies").hidden = counters.copies === undefined;
-    setText(byId("gauge-copies"), count(counters.copies ?? 0));
-    for (const swatch of document.querySelectorAll("#legend [data-state]")) {
-      const { state } = /** @type {HTMLElement} */ (swatch).dataset;
-      const number = swatch.querySelector(".number");
-      if (number) setText(number, count(counts[state ?? ""] ?? 0));
-    }
-    const summary =
-      `${plural(usable, "block")} of ${this.#pool.blockSize} tokens: ${counts.free ?? 0} free, ` +
-      `${counts.cached ?? 0} cached, ${counts.held ?? 0} held, ${counts.shared ?? 0} shared`;
-    setText(byId("grid-summary"), `${count(usable)} blocks of ${this.#pool.blockSize} tokens`);
-    byId("timeline").setAttribute("aria-label", `KV cache, last two minutes. Now: ${summary}.`);
-  }
-
-  #rate() {
-    const now = this.#pool.seconds + (performance.now() - this.#receivedAt) / 1000;
-    while (this.#written.length > 1 && this.#written[1].seconds < now - RATE_SECONDS) {
-      this.#written.shift();
-    }
-    const first = this.#written[0];
-    const last = this.#written.at(-1);
-    if (first === undefined || last === undefined || now - last.seconds > RATE_SECONDS) return "0";
-    const seconds = Math.max(now - first.seconds, 0.2);
-    return ((last.tokens - first.tokens) / seconds).toFixed(1).replace(/\.0$/, "");
-  }
-
-  #tick() {
-    if (this.#connection === null || byId("live-state").dataset.kind !== "live") return;
-    setText(byId("gauge-rate"), this.#rate());
-    this.#timeline.draw();
-  }
-
-  // ---------------------------------------------------------------- what happened
-
-  /**
-   * In words. The counters also tell what came and went between two looks.
-   *
-   * @param {Effect} effect
-   */
-  #tell({ hits, evicted, admitted, preempted, left }) {
-    const more = this.#counted();
-    for (const request of admitted) {
-      const { prompt, cached } = request;
-      const found = `${plural(prompt, "prompt token")}, ${cached || "none"} of them cached`;
-      this.#log("in", `${nameOf(request)} was let in: ${found}.`);
-    }
-    const reused = more("prefix_hit_tokens");
-    if (hits.length > 0) {
-      this.#log("hit", `Prefix hit: ${blocksInWords(hits)} taken over as they were.`);
-    } else if (reused > 0) {
-      this.#log("hit", `Prefix hit: ${plural(reused, "token")}, gone again before the next look.`);
-    }
-    if (evicted.length > 0) {
-      this.#log("evict", `Evicted: ${blocksInWords(evicted)} given out for new content.`);
-    }
-    for (const request of preempted) {
-      const what = "was preempted: its blocks went back, it will be recomputed";
-      this.#log("preempt", `${nameOf(request)} ${what}.`);
-    }
-    const brief = more("preemptions") - preempted.length;
-    if (brief > 0) this.#log("preempt", `${plural(brief, "preemption")} between two looks.`);
-    for (const request of left) {
-      this.#log("out", `${nameOf(request)} has left, with ${plural(request.tokens, "token")}.`);
-    }
-    const copies = more("copies");
-    if (copies > 0) this.#log("copy", `${plural(copies, "block")} copied on write.`);
-  }
-
-  /** By how much a counter has grown since this was asked last. */
-  #counted() {
-    const before = this.#counters;
-    const now = (this.#counters = this.#pool.counters);
-    return (/** @type {string} */ name) => {
-      const first = before?.[name];
-      return first === undefined ? 0 : (now[name] ?? first) - first;
-    };
-  }
-
-  /** @param {string} kind @param {string} text */
-  #log(kind, text) {
-    const list = byId("events");
-    const time = new Date().toLocaleTimeString("en-GB");
-    list.prepend(make("li", { class: kind }, make("time", {}, time), text));
-    while (list.children.length > MOST_EVENTS) list.lastElementChild?.remove();
-    byId("events-none").hidden = true;
   }
 
   // ---------------------------------------------------------------- pointing at things
@@ -284,15 +179,14 @@ export class MemoryView {
     const own = [...this.#pool.requests.values()].filter((r) => this.#tables.isOwn(r));
     this.#grid.mark(new Set(own.flatMap(({ tables }) => tables.flat().filter(Boolean))));
     this.#showPicked();
-    if (this.#inspected !== null) this.#describe(this.#inspected);
+    this.#describe(this.#picked.block ?? this.#inspected);
   }
 
   /** @param {{key: number | null, block: number | null}} picked */
   #pick(picked) {
     this.#picked = picked;
     this.#showPicked();
-    if (picked.block !== null) this.#describe(picked.block);
-    else if (this.#inspected === null) this.#describe(null);
+    this.#describe(picked.block ?? this.#inspected);
   }
 
   #showPicked() {
@@ -321,9 +215,9 @@ export class MemoryView {
 
   /** @param {number | null} block */
   #describe(block) {
-    const none = "Point at a block or a request; or tab to the grid and use the arrow keys.";
     const known = block !== null && block < this.#pool.states.length;
-    setText(byId("inspector"), known ? this.#inWords(block) : none);
+    const request = this.#pool.requests.get(this.#picked.key ?? -1);
+    setText(byId("inspector"), known ? this.#inWords(block) : requestInWords(request, this.#pool));
   }
 
   /** @param {number} block */
@@ -359,8 +253,7 @@ export class MemoryView {
       const from = chip.element.getBoundingClientRect();
       const middle = { x: from.left + from.width / 2, y: from.top };
       if (to === null || middle.y > view.bottom || to.y < view.top) continue;
-      const shift = (/** @type {{x: number, y: number}} */ { x, y }) => [x - origin.left, y - origin.top];
-      lines.push(curve(...shift(middle), ...shift(to)));
+      lines.push(curve(middle, to, origin));
       if (lines.length === MOST_LINKS) break;
     }
     const path = /** @type {SVGPathElement} */ (layer.firstElementChild);
@@ -369,34 +262,38 @@ export class MemoryView {
 }
 
 /**
- * @param {number} x1
- * @param {number} y1
- * @param {number} x2
- * @param {number} y2
+ * A line between two points of the screen: it leaves one upwards and enters the other from below.
+ *
+ * @param {Point} from
+ * @param {Point} to
+ * @param {DOMRect} origin
  */
-function curve(x1, y1, x2, y2) {
-  const bend = (y1 - y2) / 2;
-  const at = (/** @type {number} */ v) => v.toFixed(1);
-  return `M${at(x1)} ${at(y1)}C${at(x1)} ${at(y1 - bend)} ${at(x2)} ${at(y2 + bend)} ${at(x2)} ${at(y2)}`;
+function curve(from, to, origin) {
+  const middle = (from.y + to.y) / 2;
+  const at = (/** @type {number} */ x, /** @type {number} */ y) =>
+    `${(x - origin.left).toFixed(1)} ${(y - origin.top).toFixed(1)}`;
+  return `M${at(from.x, from.y)}C${at(from.x, middle)} ${at(to.x, middle)} ${at(to.x, to.y)}`;
 }
 
-/** @param {number} share */
-function percent(share) {
-  const value = 100 * share;
-  return `${value > 0 && value < 10 ? value.toFixed(1) : Math.round(value)}%`;
-}
-
-/** @param {number[]} blocks */
-function blocksInWords(blocks) {
-  if (blocks.length === 1) return `block ${blocks[0]}`;
-  const shown = blocks.slice(0, 6).join(", ");
-  return blocks.length <= 6 ? `blocks ${shown}` : `${blocks.length} blocks (${shown}, …)`;
+/** @param {Request | undefined} request @param {Pool} pool */
+function requestInWords(request, pool) {
+  if (request === undefined) {
+    return "Point at a block or a request; or tab to the grid and use the arrow keys.";
+  }
+  const blocks = request.tables.flat().filter(Boolean);
+  const shared = blocks.filter((block) => pool.state(block) === "shared").length;
+  const held = plural(blocks.length, "block");
+  return `${nameOf(request)} holds ${held}, ${shared} of them shared with others.`;
 }
 
 /** @param {number} ms @param {AbortSignal} signal */
 function sleep(ms, signal) {
   return new Promise((resolve) => {
     const timer = setTimeout(resolve, ms);
-    signal.addEventListener("abort", () => (clearTimeout(timer), resolve(undefined)), { once: true });
+    const stop = () => {
+      clearTimeout(timer);
+      resolve(undefined);
+    };
+    signal.addEventListener("abort", stop, { once: true });
   });
 }

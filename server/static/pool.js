@@ -108,6 +108,7 @@ export class Pool {
    * @returns {{request: Request, group: number, page: number}[]}
    */
   holders(block) {
+    /** @type {{request: Request, group: number, page: number}[]} */
     const found = [];
     for (const request of block === 0 ? [] : this.requests.values()) {
       request.tables.forEach((table, group) => {

@@ -152,7 +152,9 @@ export class BlockTables {
     for (let group = 0; group < tables.length; group += 1) this.#makeGroup(card, key, group);
     const pick = () => this.#onPick({ key, block: null });
     const drop = () => this.#onPick({ key: this.#pinned, block: null });
-    item.addEventListener("pointerenter", pick);
+    item.addEventListener("pointerover", ({ target }) => {
+      this.#onPick({ key, block: blockOf(target) });
+    });
     item.addEventListener("pointerleave", drop);
     head.addEventListener("focus", pick);
     head.addEventListener("blur", drop);
@@ -178,12 +180,9 @@ export class BlockTables {
     });
     const row = make("div", { class: "group" }, pages, more);
     if (many) row.prepend(make("span", { class: "group-name" }, label));
-    pages.addEventListener("pointerover", (event) => {
-      const block = blockOf(event.target);
-      if (block !== null) this.#onPick({ key, block });
+    pages.addEventListener("focusin", ({ target }) => {
+      this.#onPick({ key, block: blockOf(target) });
     });
-    pages.addEventListener("pointerleave", () => this.#onPick({ key, block: null }));
-    pages.addEventListener("focusin", (event) => this.#onPick({ key, block: blockOf(event.target) }));
     pages.addEventListener("focusout", () => this.#onPick({ key: this.#pinned, block: null }));
     pages.addEventListener("keydown", moveFocus);
     card.item.append(row);

@@ -45,7 +45,7 @@ export class Timeline {
   }
 
   /** What was before is not known to lead up to what comes. */
-  clear() {
+  startOver() {
     this.#points = [];
   }
 
@@ -64,14 +64,15 @@ export class Timeline {
     this.#drawLines(pen, width, height);
     const x = (/** @type {number} */ at) => width * (1 - (now - at) / SPAN_SECONDS);
     this.#points.forEach((point, i) => {
-      const left = Math.max(0, x(point.at));
-      const right = i + 1 < this.#points.length ? x(this.#points[i + 1].at) : width;
+      // Whole pixels, or the edges of neighbours would shine through.
+      const left = Math.max(0, Math.round(x(point.at)));
+      const right = i + 1 < this.#points.length ? Math.round(x(this.#points[i + 1].at)) : width;
       let floor = height;
       for (const layer of right > left ? LAYERS : []) {
         const tall = (point[layer] / scaleTop) * height;
         pen.fillStyle = this.#colours[layer];
         pen.globalAlpha = layer === "cached" ? 0.35 : 1;
-        pen.fillRect(left, floor - tall, right - left + 0.3, tall);
+        pen.fillRect(left, floor - tall, right - left, tall);
         floor -= tall;
       }
     });

@@ -8,9 +8,9 @@ import { readEvents } from "./sse.js";
 
 const MOST_TOKENS = 160;
 const BEGINNING =
-  "The following are questions of a curious child, each with the answer of a patient teacher, who " +
-  "explains things in plain words, gives one short example, and never uses a term without saying " +
-  "what it means.\n\nQuestion: ";
+  "The following are questions of a curious child, each with the answer of a patient teacher, " +
+  "who explains things in plain words, gives one short example, and never uses a term without " +
+  "saying what it means.\n\nQuestion: ";
 const QUESTIONS = [
   "Why is the sky blue?",
   "What is a prime number?",

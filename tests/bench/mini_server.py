@@ -70,7 +70,7 @@ class Seen:
 
 @dataclass
 class MiniServer:
-    """`answer` makes the reply to a request; `count` counts tokens for /tokenize, if there is one."""
+    """`answer` makes the reply to a request; `count` counts tokens, where there is a /tokenize."""
 
     answer: Callable[[Seen], Reply]
     count: Callable[[str], int] | None = None

@@ -63,8 +63,10 @@ def test_throughput(
 ) -> None:
     path = tmp_path / "r.json"
     status = main(
-        ["bench", "throughput", "--num-prompts", "6", "--input-len", "9", "--output-len", "5"]
-        + ["--n", "2", "--output-json", str(path), *FEW]
+        [
+            *("bench", "throughput", "--num-prompts", "6", "--input-len", "9", "--output-len", "5"),
+            *("--n", "2", "--output-json", str(path), *FEW),
+        ]
     )
     assert status == 0
     first, *rest = capsys.readouterr().out.splitlines()
@@ -105,8 +107,19 @@ def test_a_file(engines: list[Engine], tmp_path: Path, capsys: pytest.CaptureFix
 def test_latency(engines: list[Engine], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.json"
     status = main(
-        ["bench", "latency", "--batch-size", "3", "--num-iters", "4", "--num-iters-warmup", "2"]
-        + ["--output-len", "6", "--output-json", str(path), *FEW]
+        [
+            *(
+                "bench",
+                "latency",
+                "--batch-size",
+                "3",
+                "--num-iters",
+                "4",
+                "--num-iters-warmup",
+                "2",
+            ),
+            *("--output-len", "6", "--output-json", str(path), *FEW),
+        ]
     )
     assert status == 0
     lines = capsys.readouterr().out.splitlines()

@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_all_at_once() -> None:
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])
 def test_gaps_have_the_rate_and_the_spread(burstiness: float) -> None:
     times = send_times(20_001, 10.0, burstiness, seed=0)
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(times)]
     assert times[0] == 0.0
     assert statistics.fmean(gaps) == pytest.approx(0.1, rel=0.05)
     # Gamma: the coefficient of variation is 1 / sqrt(shape).

@@ -120,6 +120,20 @@ def test_a_hit_is_told_from_a_block_given_out_anew() -> None:
     assert lost == [b for b in changed if idle.states[b] == "c"]
 
 
+def test_hits_within_one_step_are_hits_too() -> None:
+    sim = Sim(make_config(num_blocks=20, block_size=4))
+    before = take_snapshot(sim.scheduler)
+    for name in "ab":
+        sim.add(make_request(name, range(9), max_tokens=9))
+    sim.turn()
+    after = take_snapshot(sim.scheduler)
+    assert after.states == "0sshh" + 15 * "f"  # written and shared in the same step
+    assert after.hits_since(before, after.changed_since(before)) == [1, 2]
+    sim.turn()
+    later = take_snapshot(sim.scheduler)
+    assert later.hits_since(after, later.changed_since(after)) == []
+
+
 def test_a_third_holder_is_a_change_and_a_hit() -> None:
     name = b"n" * 32
     before = snapshot_of([0, 2, 1], [None, name, None])

@@ -213,6 +213,7 @@ def test_a_client_that_leaves_frees_everything(stream: bool) -> None:
         call.leave()
         await call.ended()
         await settled(server.engine)
+        assert server.engine.stats().requests_finished == {"abort": 3}
 
     drive(test, Script(default=["a"], end=False, step_seconds=0.002))
 

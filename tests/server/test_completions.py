@@ -22,7 +22,7 @@ from tests.server.apps import (
     parse_events,
     texts_of,
 )
-from tests.server.scripted import Script
+from tests.server.scripted import Script, settled
 from tests.tiny_models import BOS
 
 PATH = "/v1/completions"
@@ -411,6 +411,9 @@ def test_a_client_that_leaves_frees_everything(stream: bool, phase: str) -> None
             other.leave()
             await other.ended()
         gate.set()
+        await settled(server.engine)
+        ended = server.engine.stats().requests_finished
+        assert ended == {"abort": 9 if others else 1}, "it was computed to its end"
         assert (call.status, call.closed) == ((200, False) if told else (499, True))
 
     drive(test, Script(default=["a"], end=False, step_seconds=0.002, gate=gate))

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
+from tokenizers.processors import TemplateProcessing
 
+from jaxpaged.text.tokenizer import Tokenizer
 from tests.server.apps import Json, Server, drive
 from tests.server.scripted import Script
 from tests.tiny_models import BOS, EOS
@@ -17,6 +19,18 @@ PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
 PIECES = ["Once", " upon", " a", " time"]
+
+
+class BosScript(Script):
+    """Its tokenizer puts a BOS in front of texts."""
+
+    def make_tokenizer(self) -> Tokenizer:
+        tokenizer = super().make_tokenizer()
+        bos = tokenizer.backend.token_to_id(BOS)
+        tokenizer.backend.post_processor = TemplateProcessing(
+            single=f"{BOS} $A", special_tokens=[(BOS, bos)]
+        )
+        return tokenizer
 
 
 async def legacy(server: Server, body: Json) -> list[Json]:
@@ -177,6 +191,10 @@ def test_tokens_that_read_alike() -> None:  # LP-03
         assert entry["bytes"] == [0xE7]
         assert [o["bytes"] for o in entry["top_logprobs"][:2]] == [[0xBB], [0xE7]]
         assert len(entry["top_logprobs"]) == 5
+        script.default = [second]  # now the drawn one is the likelier
+        (choice,) = await legacy(server, {"prompt": "p", "logprobs": 5, "max_tokens": 1})
+        assert choice["logprobs"]["top_logprobs"][0]["\ufffd"] == -0.25
+        script.default = [first]
         ids = {"return_tokens_as_token_ids": True, "max_tokens": 1}
         (choice,) = await legacy(server, {"prompt": "p", "logprobs": 5, **ids})
         assert choice["logprobs"]["tokens"] == [f"token_id:{first}"]
@@ -304,6 +322,45 @@ def test_offsets_of_hidden_tokens_and_bytes() -> None:
         await test(server)
 
     drive(with_script, script)
+
+
+def test_offsets_behind_an_added_bos() -> None:  # AP-06
+    async def test(server: Server) -> None:
+        tokenizer = server.engine.tokenizer
+        assert tokenizer is not None
+        body = {"prompt": "The cat", "logprobs": 0, "echo": True, "max_tokens": 1}
+        (choice,) = await legacy(server, body)
+        scores = choice["logprobs"]
+        assert choice["text"] == "The catOnce" and scores["tokens"][0] == BOS
+        assert scores["text_offset"][:2] == [0, 0] and scores["text_offset"][-1] == len("The cat")
+        offsets = [*scores["text_offset"], len(choice["text"])]
+        for i, token in enumerate(scores["tokens"][1:], start=1):
+            assert choice["text"][offsets[i] : offsets[i + 1]] == token
+        # As ids the same prompt reads the same; a BOS in the text itself is shown.
+        ids = tokenizer.encode("The cat")
+        assert await legacy(server, {**body, "prompt": ids}) == [choice]
+        (shown,) = await legacy(server, {**body, "prompt": f"{BOS}The cat"})
+        assert shown["text"] == f"{BOS}The catOnce"
+        assert shown["logprobs"]["text_offset"][:2] == [0, len(BOS)]
+
+    drive(test, BosScript(default=PIECES))
+
+
+def test_one_bos_only() -> None:  # CH-06
+    async def test(server: Server) -> None:
+        tokenizer = server.engine.tokenizer
+        assert tokenizer is not None
+        assert tokenizer.encode("x")[0] == tokenizer.bos_token_id
+        for special in (None, True, False):
+            body = {"messages": HI, "return_token_ids": True, "add_special_tokens": special}
+            ids = (await server.ok(CHAT, body))["prompt_token_ids"]
+            assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+            assert ids == (await server.ok("/tokenize", {"messages": HI}))["tokens"]
+        bare = {"prompt": "x", "add_special_tokens": False, "return_token_ids": True}
+        (choice,) = (await server.ok(PATH, bare))["choices"]
+        assert tokenizer.bos_token_id not in choice["prompt_token_ids"]
+
+    drive(test, BosScript(default=PIECES))
 
 
 def test_prompt_logprobs() -> None:
