@@ -134,7 +134,7 @@ class Completion:
         """
         told, ended = self._told_tokens, self.core.is_finished
         new = len(self.token_ids) - told
-        if self._told_end or (not ended and (new == 0 or (0 < told and new < interval))):
+        if self._told_end or (not ended and (new == 0 or (told > 0 and new < interval))):
             return None
         output = CompletionOutput(
             index=self.index,
