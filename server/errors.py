@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from jaxpaged.errors import EngineDeadError, InvalidRequestError, UnavailableErr
 
 _log = logging.getLogger(__name__)
 
+_INTERNALS = re.compile(r"0x[0-9a-fA-F]{4,}|(?<![\w.])(?:/[\w.+-]+){2,}(?::\d+)?")
 _TYPES = {
     400: "BadRequestError",
     401: "invalid_request_error",
@@ -83,6 +85,11 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(500, "The engine has died; the server is about to stop.")
     _log.error("A request failed.", exc_info=error)
     return ApiError(500, "Internal server error; the server's log says more.")
+
+
+def without_internals(text: str) -> str:
+    """An error's text without file paths and addresses, which are nobody else's business."""
+    return _INTERNALS.sub("...", text)
 
 
 def error_response(error: ApiError) -> Response:

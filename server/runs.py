@@ -12,7 +12,7 @@ from jaxpaged.errors import InvalidRequestError
 from jaxpaged.outputs import LogprobDict, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 from server.context import Context
-from server.errors import ApiError, as_api_error
+from server.errors import ApiError, as_api_error, without_internals
 
 if TYPE_CHECKING:
     from jaxpaged.intake import Prompt
@@ -107,7 +107,7 @@ class Run:
         for sample in output.outputs:
             self._completion_tokens += len(sample.token_ids)
             if sample.finish_reason == "error":
-                raise ApiError(500, sample.error or "The request failed.")
+                raise ApiError(500, without_internals(sample.error or "The request failed."))
             if sample.finish_reason == "abort":
                 raise ApiError(503, "The server is shutting down.", retry_after=5.0)
             piece = Piece(

@@ -115,12 +115,14 @@ def test_cancelling_the_submission_aborts_what_was_accepted() -> None:
 def test_failures_and_aborts_are_errors() -> None:
     async def run() -> None:
         script = Script([5], end=False, step_seconds=0.005)
-        script.fail_read = lambda step: RuntimeError("device lost") if step == 4 else None
+        error = RuntimeError("device lost at 0x7f0011223344 in /opt/venv/lib/xla.py:12, line 3")
+        script.fail_read = lambda step: error if step == 4 else None
         async with running(script) as engine:
             run = await start_run(context_for(engine), "r", ["a", "b"], LONG)
             with pytest.raises(ApiError, match="device lost") as caught:
                 await pieces_of(run)
             assert caught.value.status == 500
+            assert caught.value.message.endswith("device lost at ... in ..., line 3")
             await settled(engine)
 
             run = await start_run(context_for(engine), "r", ["a"], LONG)
