@@ -131,7 +131,7 @@ def test_while_draining_it_lives_but_is_not_ready() -> None:
     with live_server(Script(gate=gate)) as live, ThreadPoolExecutor(1) as pool:
         try:
             running = pool.submit(complete, live)
-            until(lambda: live.engine.num_unfinished > 0)
+            until(lambda: live.engine.stats().num_running > 0)
             drained = asyncio.run_coroutine_threadsafe(live.engine.drain(30), live._loop)
             until(lambda: probe(live, "/ready") == (503, "draining"))
             assert probe(live, "/health")[0] == 200
