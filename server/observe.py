@@ -48,7 +48,7 @@ class Observe:
             _log.info(
                 "Request %s: POST %s from %s",
                 state_of(scope)["request_id"],
-                route_path(scope)[:200],
+                _printable(route_path(scope)[:200]),
                 _client_of(scope),
             )
         context.in_flight += counts
@@ -109,4 +109,9 @@ class _Observed:
 
 def _client_of(scope: Scope) -> str:
     client = scope.get("client")
-    return str(client[0]) if client else "a local socket"
+    return _printable(str(client[0])) if client else "a local socket"
+
+
+def _printable(text: str) -> str:
+    """Client's text for the log: no line breaks that look like lines of ours, no escapes."""
+    return text.encode("unicode_escape").decode("ascii")

@@ -531,3 +531,13 @@ def test_gateways_are_told_the_load(live: Live) -> None:
     headers = {"endpoint-load-metrics-format": "TEXT"}
     answer = httpx.post(f"{live.base_url}/v1/completions", json=COMPLETION, headers=headers)
     assert "kv_cache_usage_perc" in answer.headers["endpoint-load-metrics"]
+
+
+def test_a_path_cannot_write_lines_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    settings = ServerConfig(enable_log_requests=True, api_key=("alice:KEY",))
+    with live_server(settings=settings) as live, caplog.at_level("INFO"):
+        path = "/v1/x%0A2026-11-30%20CRITICAL%20FAKE%1b[31m"
+        assert httpx.post(live.base_url + path).status_code == 401
+    told = [r.getMessage() for r in caplog.records if "FAKE" in r.getMessage()]
+    assert told
+    assert not any("\n" in line or "\x1b" in line for line in told)
