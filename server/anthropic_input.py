@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from jaxpaged.errors import InvalidRequestError
-from server.bounded import decode, is_absent
+from server.bounded import decode, is_absent, is_text, items
+from server.chat_input import MAX_MESSAGES
 from server.protocol_anthropic import (
     SHARED_FIELDS,
     AnthropicMessage,
@@ -40,6 +41,10 @@ def chat_fields(body: MessagesRequest, max_model_len: int) -> Item:
     fields.update((name, getattr(body, name)) for name in SHARED_FIELDS)
     fields["max_tokens"] = min(body.max_tokens, max_model_len)
     fields["stream"] = body.stream
+    if is_text(body.stop_sequences):  # chat would take it
+        raise InvalidRequestError(
+            "stop_sequences must be a list of texts, got a text.", param="stop_sequences"
+        )
     fields["stop"] = None if is_absent(body.stop_sequences) else body.stop_sequences
     fields["reasoning_effort"] = (body.output_config or {}).get("effort")
     return {name: value for name, value in fields.items() if value is not None}
@@ -117,7 +122,9 @@ def _messages(body: CountTokensRequest) -> list[Item]:
     system: str | list[Item] | None = decode(body.system, _SYSTEM, name="system")
     if system:
         chat.append({"role": "system", "content": _texts("system", system)})
-    messages = decode(body.messages, list[AnthropicMessage], name="messages")
+    messages = items(
+        body.messages, AnthropicMessage, name="messages", limit=MAX_MESSAGES, noun="messages"
+    )
     if not messages:
         raise _bad("messages must not be empty.")
     names: dict[str, str] = {}
@@ -134,9 +141,11 @@ def _add(chat: list[Item], turn: Item) -> None:
     if last["role"] != turn["role"] or turn["role"] == "tool":
         chat.append(turn)
         return
-    last["content"] = _parts(last["content"]) + _parts(turn["content"])
+    # In place: there may be thousands of them.
+    last["content"] = _parts(last["content"])
+    last["content"] += _parts(turn["content"])
     if "tool_calls" in turn:
-        last["tool_calls"] = last.get("tool_calls", []) + turn["tool_calls"]
+        last.setdefault("tool_calls", []).extend(turn["tool_calls"])
 
 
 def _parts(content: str | list[Item]) -> list[Item]:

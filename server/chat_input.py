@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from jaxpaged.checks import shorten
 from jaxpaged.text.messages import PART_JOINER
 from server import bounded
@@ -88,14 +90,7 @@ def _template(context: Context, request: ChatRequest) -> tuple[str | None, dict[
 
 def _tools(context: Context, request: ChatRequest) -> list[dict[str, Any]] | None:
     """The tools to be shown to the model; none at all where it must not call any."""
-    tools = None
-    if not bounded.is_absent(request.tools):
-        limit = context.settings.max_tools
-        tools = bounded.items(
-            request.tools, dict[str, Any], name="tools", limit=limit, noun="tools"
-        )
-        for i, tool in enumerate(tools):
-            _check_tool(i, tool)
+    tools = parse_tools(context, request.tools)
     choice = request.tool_choice
     if choice is None or choice == "none":
         return tools if choice is None else None
@@ -113,6 +108,17 @@ def _tools(context: Context, request: ChatRequest) -> list[dict[str, Any]] | Non
     raise unsupported("tool_choice", choice, _NO_FORCED_CALLS)
 
 
+def parse_tools(context: Context, raw: msgspec.Raw) -> list[dict[str, Any]] | None:
+    """The checked tools; None for null. Raises `ApiError` 400."""
+    if bounded.is_absent(raw):
+        return None
+    limit = context.settings.max_tools
+    tools = bounded.items(raw, dict[str, Any], name="tools", limit=limit, noun="tools")
+    for i, tool in enumerate(tools):
+        _check_tool(i, tool)
+    return tools
+
+
 def _check_tool(i: int, tool: Mapping[str, Any]) -> None:
     if tool.get("type") != "function":
         shown = f"{tool.get('type')!r:.80}"
@@ -123,6 +129,15 @@ def _check_tool(i: int, tool: Mapping[str, Any]) -> None:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
         raise ApiError(400, f"tools[{i}].function needs a name.", param="tools")
+    assert isinstance(function, Mapping)
+    for field, kind, noun in (("parameters", Mapping, "an object"), ("description", str, "text")):
+        value = function.get(field)
+        if value is not None and not isinstance(value, kind):
+            raise ApiError(
+                400,
+                f"tools[{i}].function.{field} must be {noun}, got {shorten(value)}.",
+                param="tools",
+            )
 
 
 def _named(choice: Any) -> str:

@@ -26,6 +26,7 @@ from jaxpaged.errors import ConfigError
 from server import logs
 from server.app import create_app
 from server.auth import load_keys
+from server.connection import Connection
 from server.context import Context
 from server.listen import BACKLOG, Listener, ListenError, listen
 from server.log_line import log_stats
@@ -246,9 +247,9 @@ def _http_server(context: Context) -> _Http:
                 raise ConfigError(f"{name} {path}: {error.strerror}.") from error
     config = uvicorn.Config(
         create_app(context),
-        # httptools drops the body of a request that offers to go on in HTTP/2, as Java's client
-        # does with every one.
-        http="h11",
+        # Of h11: httptools drops the body of a request that offers to go on in HTTP/2, as Java's
+        # client does with every one.
+        http=Connection,
         ws="none",
         lifespan="off",
         workers=1,

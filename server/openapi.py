@@ -91,14 +91,9 @@ def _describe(
     if operation.answer is not None:
         answer["content"] = {operation.media_type: {"schema": schema(operation.answer)}}
     if operation.events is not None:
-        answer["content"]["text/event-stream"] = {
-            "schema": {
-                "type": "string",
-                "description": "With stream=true: events, each `data: ` and a line of JSON.",
-                "contentMediaType": "application/json",
-                "contentSchema": schema(operation.events),
-            }
-        }
+        payload = {"anyOf": [schema(operation.events), schema(operation.error)]}
+        events = _event_schema(payload, ends_with_done=isinstance(operation.events, type))
+        answer["content"]["text/event-stream"] = {"schema": events}
     responses = {"200": answer}
     key = guarded and not operation.open
     for status in (*operation.errors, *((401,) if key else ())):
@@ -110,6 +105,23 @@ def _describe(
     if guarded:
         described["security"] = [{"bearer": []}] if key else []
     return described
+
+
+def _event_schema(payload: Schema, *, ends_with_done: bool) -> Schema:
+    """Of each event, as tools that read streams take it in versions of OpenAPI before 3.2."""
+    data: Schema = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": payload,
+    }
+    if ends_with_done:
+        data = {"anyOf": [{"const": "[DONE]"}, data]}
+    return {
+        "type": "object",
+        "description": "With stream=true: one of the events, its data a line of JSON.",
+        "required": ["data"],
+        "properties": {"event": {"type": "string"}, "data": data},
+    }
 
 
 ROUTES = [Route("/openapi.json", openapi)]

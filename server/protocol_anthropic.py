@@ -8,17 +8,40 @@ import msgspec
 from msgspec import Raw
 
 from server.bounded import absent
-from server.protocol_common import WordsField, documented, number
+from server.protocol_common import (
+    PriorityField,
+    RepetitionField,
+    SaltField,
+    SeedField,
+    WordsField,
+    documented,
+    number,
+)
 
 _TEXT = {"type": "string"}
 _NULL = {"type": "null"}
 _OBJECTS = {"type": "array", "items": {"type": "object"}}
+_BLOCKS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {
+                "enum": [
+                    *("text", "document", "tool_use", "tool_result"),
+                    *("thinking", "redacted_thinking"),
+                ]
+            }
+        },
+    },
+}
 _MESSAGE = {
     "type": "object",
     "required": ["role", "content"],
     "properties": {
         "role": {"enum": ["user", "assistant", "system"]},
-        "content": {"anyOf": [_TEXT, _OBJECTS]},
+        "content": {"anyOf": [_TEXT, _BLOCKS]},
     },
 }
 
@@ -27,7 +50,7 @@ MessagesField = Annotated[
     documented(type="array", items=_MESSAGE, minItems=1, description="The conversation."),
 ]
 SystemField = Annotated[
-    Raw, documented(anyOf=[_TEXT, _OBJECTS, _NULL], description="Text, or a list of text blocks.")
+    Raw, documented(anyOf=[_TEXT, _BLOCKS, _NULL], description="Text, or a list of text blocks.")
 ]
 SchemaToolsField = Annotated[
     Raw,
@@ -53,11 +76,21 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     messages: MessagesField
     system: SystemField = msgspec.field(default_factory=absent)
     tools: SchemaToolsField = msgspec.field(default_factory=absent)
-    tool_choice: dict[str, Any] | None = None
-    """auto or none; forced calls are not supported yet."""
+    tool_choice: Annotated[
+        dict[str, Any] | None,
+        documented(
+            properties={"type": {"enum": ["auto", "none", None]}},
+            description="Forced calls are not supported yet.",
+        ),
+    ] = None
     thinking: dict[str, Any] | None = None
     """`enabled` and `disabled` reach the chat template as `enable_thinking`."""
-    output_config: dict[str, Any] | None = None
+    output_config: Annotated[
+        dict[str, Any] | None,
+        documented(
+            properties={"format": {"type": "null"}}, description="Formats are not supported yet."
+        ),
+    ] = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Not Anthropic's: variables for the chat template."""
 
@@ -74,12 +107,12 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     # Not Anthropic's: the same words as in chat completions.
     min_p: Annotated[float | None, number(0, 1)] = None
-    seed: int | None = None
+    seed: SeedField = None
     min_tokens: Annotated[int | None, number(0)] = None
     ignore_eos: bool | None = None
-    repetition_penalty: Annotated[float | None, documented(exclusiveMinimum=0)] = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    repetition_penalty: RepetitionField = None
+    priority: PriorityField = None
+    cache_salt: SaltField = None
     request_id: str | None = None
 
 

@@ -15,21 +15,53 @@ from server.protocol_common import (
     PromptTokensDetails,
     StopReason,
     documented,
+    neutral,
     number,
 )
 
+_TEXT = {"type": "string"}
+_NULL = {"type": "null"}
 _PART = {
+    "anyOf": [
+        _TEXT,
+        {
+            "type": "object",
+            "required": ["type", "text"],
+            "properties": {
+                "type": {"enum": ["text", "input_text", "output_text"]},
+                "text": _TEXT,
+            },
+        },
+        {
+            "type": "object",
+            "required": ["type", "refusal"],
+            "properties": {"type": {"const": "refusal"}, "refusal": _TEXT},
+        },
+    ]
+}
+_CALL = {
     "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["function"],
+    "properties": {
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string", "minLength": 1}},
+        }
+    },
 }
 _MESSAGE = {
     "type": "object",
-    "required": ["role", "content"],
+    "required": ["role"],
     "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
+        "content": {"anyOf": [_TEXT, {"type": "array", "items": _PART}, _NULL]},
+        "tool_calls": {"anyOf": [{"type": "array", "items": _CALL}, _NULL]},
     },
+    "anyOf": [
+        {"required": ["content"]},
+        {"properties": {"role": {"enum": ["assistant", "tool", "function"]}}},
+    ],
 }
 _TOOL = {
     "type": "object",
@@ -41,8 +73,8 @@ _TOOL = {
             "required": ["name"],
             "properties": {
                 "name": {"type": "string", "minLength": 1},
-                "description": {"type": "string"},
-                "parameters": {"type": "object"},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"]},
             },
         },
     },
@@ -53,7 +85,7 @@ MessagesField = Annotated[Raw, documented(**MESSAGES_SCHEMA, description="The co
 ToolsField = Annotated[
     Raw,
     documented(
-        anyOf=[{"type": "array", "items": _TOOL}, {"type": "null"}],
+        anyOf=[{"type": "array", "items": _TOOL}, _NULL],
         description="Functions that the template shows to the model; [] is none.",
     ),
 ]
@@ -75,7 +107,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     tools: ToolsField = msgspec.field(default_factory=absent)
     tool_choice: Annotated[
-        Any, documented(description="none or auto; forced calls are not supported yet.")
+        Any,
+        documented(
+            enum=[None, "none", "auto"],
+            description="Forced calls are not supported yet. auto needs tools.",
+        ),
     ] = None
     reasoning_effort: Effort | None = None
     """Sets the template's enable_thinking, unless chat_template_kwargs does."""
@@ -89,13 +125,13 @@ class ChatRequest(GenerationRequest, kw_only=True):
     return_prompt_text: bool | None = None
 
     # What cannot be done yet; see sampling.UNSUPPORTED.
-    documents: Any = None
-    media_io_kwargs: Any = None
-    mm_processor_kwargs: Any = None
-    modalities: Any = None
-    audio: Any = None
-    functions: Any = None
-    function_call: Any = None
+    documents: Annotated[Any, neutral([], {})] = None
+    media_io_kwargs: Annotated[Any, neutral([], {})] = None
+    mm_processor_kwargs: Annotated[Any, neutral([], {})] = None
+    modalities: Annotated[Any, neutral([], ["text"])] = None
+    audio: Annotated[Any, neutral()] = None
+    functions: Annotated[Any, neutral([], {})] = None
+    function_call: Annotated[Any, neutral("none", "auto")] = None
 
 
 class ChatUsage(msgspec.Struct):

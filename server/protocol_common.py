@@ -21,6 +21,11 @@ def documented(**schema: Any) -> Meta:
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _TEXTS = {"type": "array", "items": {"type": "string", "minLength": 1}}
 _NULL = {"type": "null"}
+TEXT_FORMAT = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"const": "text"}},
+}
 
 StopField = Annotated[
     Raw,
@@ -30,13 +35,21 @@ StopField = Annotated[
     ),
 ]
 IdsField = Annotated[Raw, documented(anyOf=[_IDS, _NULL])]
+SomeIdsField = Annotated[Raw, documented(anyOf=[{**_IDS, "minItems": 1}, _NULL])]
 WordsField = Annotated[
     Raw, documented(anyOf=[_TEXTS, _NULL], description="Texts that are never completed.")
 ]
 BiasField = Annotated[
     Raw,
     documented(
-        anyOf=[{"type": "object", "additionalProperties": {"type": "number"}}, _NULL],
+        anyOf=[
+            {
+                "type": "object",
+                "propertyNames": {"pattern": "^[0-9]+$"},
+                "additionalProperties": {"type": "number"},
+            },
+            _NULL,
+        ],
         description="Token id (as text) -> what is added to its logit, -100..100.",
     ),
 ]
@@ -46,6 +59,28 @@ def number(low: float | None = None, high: float | None = None, text: str = "") 
     """Documents a range, both ends included."""
     bounds: dict[str, Any] = {"minimum": low, "maximum": high, "description": text or None}
     return documented(**{key: value for key, value in bounds.items() if value is not None})
+
+
+def neutral(*values: Any) -> Meta:
+    """Documents a field that is not supported yet: null and these values change nothing."""
+    return documented(enum=[None, *values], description="Not supported yet.")
+
+
+SeedField = Annotated[int | None, number(-(2**63), 2**64 - 1, "-1 is none; 64 bits count.")]
+RepetitionField = Annotated[float | None, documented(exclusiveMinimum=0, maximum=1e30)]
+PriorityField = Annotated[
+    int | None,
+    number(-(2**63), 2**63 - 1, "Smaller is sooner. Only on servers that schedule by priority."),
+]
+SaltField = Annotated[
+    str | None,
+    documented(
+        pattern=r"^[^@/\\\u0000]*$",
+        minLength=1,
+        maxLength=128,
+        description="Cached prefixes are shared only with requests of the same salt.",
+    ),
+]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -70,10 +105,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     min_p: Annotated[float | None, number(0, 1)] = None
     presence_penalty: Annotated[float | None, number(-2, 2)] = None
     frequency_penalty: Annotated[float | None, number(-2, 2)] = None
-    repetition_penalty: Annotated[float | None, documented(exclusiveMinimum=0)] = None
-    seed: Annotated[int | None, number(-(2**63), 2**63 - 1)] = None
+    repetition_penalty: RepetitionField = None
+    seed: SeedField = None
     logit_bias: BiasField = msgspec.field(default_factory=absent)
-    allowed_token_ids: IdsField = msgspec.field(default_factory=absent)
+    allowed_token_ids: SomeIdsField = msgspec.field(default_factory=absent)
     bad_words: WordsField = msgspec.field(default_factory=absent)
 
     stop: StopField = msgspec.field(default_factory=absent)
@@ -90,38 +125,54 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
 
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int | None, number(-1, text="-1: what fits.")] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        documented(
+            **{"minimum": -1, "not": {"const": 0}},
+            description="Most tokens of the prompt; -1 is what fits.",
+        ),
+    ] = None
     truncation_side: Annotated[
         str | None, documented(enum=["left", "right", None], description="Where to cut.")
     ] = None
-    cache_salt: Annotated[
-        str | None,
-        documented(
-            minLength=1,
-            maxLength=128,
-            description="Cached prefixes are shared only with requests of the same salt.",
-        ),
-    ] = None
-    priority: Annotated[int | None, number(-(2**63), 2**63 - 1, "Smaller is sooner.")] = None
+    cache_salt: SaltField = None
+    priority: PriorityField = None
     request_id: str | None = None
     """Tail of the answer's id, unless the header X-Request-Id gives one."""
 
     # What cannot be done yet; anything but a neutral value is refused. See sampling.UNSUPPORTED.
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    best_of: Any = None
-    logprob_token_ids: Any = None
-    prompt_embeds: Any = None
-    repetition_detection: Any = None
-    thinking_token_budget: Any = None
-    kv_transfer_params: Any = None
-    vllm_xargs: Any = None
+    response_format: Annotated[
+        Any,
+        documented(
+            anyOf=[TEXT_FORMAT, _NULL],
+            description="Only text yet.",
+        ),
+    ] = None
+    structured_outputs: Annotated[Any, neutral({})] = None
+    guided_json: Annotated[Any, neutral()] = None
+    guided_regex: Annotated[Any, neutral()] = None
+    guided_choice: Annotated[Any, neutral([], {})] = None
+    guided_grammar: Annotated[Any, neutral()] = None
+    use_beam_search: Annotated[Any, neutral(False)] = None
+    length_penalty: Annotated[Any, neutral(1.0)] = None
+    best_of: Annotated[
+        Any,
+        documented(
+            anyOf=[{"type": "integer", "minimum": 1}, _NULL], description="Only the value of n yet."
+        ),
+    ] = None
+    logprob_token_ids: Annotated[Any, neutral([], {})] = None
+    prompt_embeds: Annotated[Any, neutral()] = None
+    repetition_detection: Annotated[Any, neutral()] = None
+    thinking_token_budget: Annotated[
+        Any,
+        documented(
+            anyOf=[{"type": "integer", "maximum": -1}, _NULL],
+            description="Only -1, no limit, yet.",
+        ),
+    ] = None
+    kv_transfer_params: Annotated[Any, neutral([], {})] = None
+    vllm_xargs: Annotated[Any, neutral([], {})] = None
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -13,6 +13,7 @@ from server.protocol_common import (
     StopReason,
     UsageInfo,
     documented,
+    neutral,
     number,
 )
 
@@ -43,7 +44,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: Annotated[
         int | None, number(-1, text="This many of the likeliest tokens at each place; -1: all.")
     ] = None
-    suffix: Any = None
+    suffix: Annotated[Any, neutral("")] = None
 
 
 class LegacyLogprobs(msgspec.Struct):

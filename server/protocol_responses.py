@@ -8,10 +8,30 @@ import msgspec
 from msgspec import Raw
 
 from server.bounded import absent
-from server.protocol_common import IdsField, StopField, documented, number
+from server.protocol_common import (
+    TEXT_FORMAT,
+    IdsField,
+    PriorityField,
+    RepetitionField,
+    SaltField,
+    SeedField,
+    StopField,
+    documented,
+    number,
+)
 
 _OBJECTS = {"type": "array", "items": {"type": "object"}}
 _NULL = {"type": "null"}
+_ALLOWED_TOOLS = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "mode": {"enum": ["none", "auto"]},
+        "tools": _OBJECTS,
+    },
+}
+_NOTHING = documented(enum=[None, "", {}, []], description="Nothing is stored.")
 
 InputField = Annotated[
     Raw,
@@ -44,19 +64,29 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     include: list[str] | None = None
     """Only message.output_text.logprobs has an effect."""
     stream: bool | None = None
-    text: dict[str, Any] | None = None
+    text: Annotated[
+        dict[str, Any] | None,
+        documented(
+            properties={"format": {"anyOf": [TEXT_FORMAT, _NULL]}},
+            description="Formats but text are not supported yet.",
+        ),
+    ] = None
     tools: FunctionToolsField = msgspec.field(default_factory=absent)
     tool_choice: Annotated[
-        Any, documented(description="none or auto; forced calls are not supported yet.")
+        Any,
+        documented(
+            anyOf=[{"enum": ["none", "auto", None]}, _ALLOWED_TOOLS],
+            description="Forced calls are not supported yet.",
+        ),
     ] = None
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
 
     # Refused unless empty: nothing is stored between two requests.
-    previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
-    prompt: Any = None
+    previous_response_id: Annotated[str | None, documented(enum=[None, ""])] = None
+    conversation: Annotated[Any, _NOTHING] = None
+    background: Annotated[bool | None, documented(enum=[None, False])] = None
+    prompt: Annotated[Any, _NOTHING] = None
 
     # Come back as they were sent, or as what is so, and do nothing.
     metadata: dict[str, Any] | None = None
@@ -72,7 +102,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     # Not OpenAI's: the same words as in chat completions.
     top_k: Annotated[int | None, number(-1)] = None
     min_p: Annotated[float | None, number(0, 1)] = None
-    seed: int | None = None
+    seed: SeedField = None
     stop: StopField = msgspec.field(default_factory=absent)
     stop_token_ids: IdsField = msgspec.field(default_factory=absent)
     min_tokens: Annotated[int | None, number(0)] = None
@@ -80,9 +110,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     presence_penalty: Annotated[float | None, number(-2, 2)] = None
     frequency_penalty: Annotated[float | None, number(-2, 2)] = None
-    repetition_penalty: Annotated[float | None, documented(exclusiveMinimum=0)] = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    repetition_penalty: RepetitionField = None
+    priority: PriorityField = None
+    cache_salt: SaltField = None
     request_id: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -100,7 +100,7 @@ def _more_tools(i: int, item: Item) -> list[Item]:
 
 def _refuse_stored(body: ResponsesRequest) -> None:
     for name in ("previous_response_id", "conversation", "prompt"):
-        if getattr(body, name):
+        if getattr(body, name) not in (None, "", [], {}):
             raise InvalidRequestError(
                 f"{name} is not supported: this server stores nothing between requests. Send the "
                 "whole conversation in input.",
@@ -126,6 +126,11 @@ def _refuse_format(text: dict[str, Any] | None) -> None:
 
 def _tool_choice(choice: str | Item | None) -> str | None:
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools = choice.get("tools", [])
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise InvalidRequestError(
+                "tool_choice.tools must be a list of tools.", param="tool_choice"
+            )
         choice = str(choice.get("mode", "auto"))
     if choice is None or (isinstance(choice, str) and choice in ("none", "auto")):
         return choice
@@ -137,8 +142,8 @@ def _tool_choice(choice: str | Item | None) -> str | None:
 
 def _offered(tools: list[Item], choice: str | Item | None) -> list[Item]:
     """The tools that `tool_choice` leaves, in chat's shape."""
-    if isinstance(choice, dict) and isinstance(choice.get("tools"), list):
-        allowed = [tool.get("name") for tool in choice["tools"] if isinstance(tool, dict)]
+    if isinstance(choice, dict) and "tools" in choice:
+        allowed = [tool.get("name") for tool in choice["tools"]]
         return [tool for tool in tools if tool["function"].get("name") in allowed]
     return tools
 

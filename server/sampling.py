@@ -78,7 +78,8 @@ def _plain_text(value: Any) -> bool:
 
 
 def _no_budget(value: Any) -> bool:
-    return value is None or (type(value) is int and value < 0)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (is_number and value < 0)
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {

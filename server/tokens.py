@@ -12,7 +12,7 @@ from starlette.routing import Route
 from jaxpaged.errors import InvalidRequestError
 from server import bounded
 from server.body import read_body, until_disconnect
-from server.chat_input import read_conversation
+from server.chat_input import parse_tools, read_conversation
 from server.context import Context, context_of
 from server.errors import ApiError
 from server.protocol_chat import ChatRequest
@@ -95,6 +95,7 @@ async def _tokens(context: Context, body: TokenizeRequest) -> list[int]:
     if has_messages == (body.prompt is not None):
         raise ApiError(400, "Give either prompt or messages.", param="prompt")
     if body.prompt is not None:
+        parse_tools(context, body.tools)  # of no use here, but a mistake all the same
         special = body.add_special_tokens is not False
         return await context.engine.tokenize(body.prompt, add_special_tokens=special)
     fields: dict[str, Any] = {name: getattr(body, name) for name in _CHAT_FIELDS}

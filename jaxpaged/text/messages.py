@@ -56,6 +56,8 @@ def normalise_messages(
     if not messages:
         raise _bad("messages must not be empty.")
     chat: list[dict[str, Any]] = []
+    last_call: str | None = None
+    """Id of the last call of a tool."""
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise _bad(f"messages[{i}] must be an object with role and content.")
@@ -66,8 +68,10 @@ def normalise_messages(
         copy |= {"role": role, "content": texts}
         _add_calls(i, message, copy)
         _add_reasoning(message, copy)
+        if copy.get("tool_calls"):
+            last_call = copy["tool_calls"][-1].get("id", "")
         if role == "function":
-            _as_tool_message(copy, chat)
+            _as_tool_message(copy, last_call)
         elif role == "developer" and "developer" not in template:
             copy["role"] = "system"
         chat.append(copy)
@@ -199,13 +203,11 @@ def _add_reasoning(message: Mapping[str, Any], copy: dict[str, Any]) -> None:
             return
 
 
-def _as_tool_message(copy: dict[str, Any], chat: Sequence[dict[str, Any]]) -> None:
+def _as_tool_message(copy: dict[str, Any], call_id: str | None) -> None:
     """The result of a legacy function call, tied to the call it answers."""
     copy["role"] = "tool"
-    for earlier in reversed(chat):
-        if earlier.get("tool_calls"):
-            copy.setdefault("tool_call_id", earlier["tool_calls"][-1].get("id", ""))
-            return
+    if call_id is not None:
+        copy.setdefault("tool_call_id", call_id)
 
 
 def _legacy_id(i: int) -> str:

@@ -23,6 +23,7 @@ import uvicorn
 from jaxpaged.async_engine import AsyncEngine
 from jaxpaged.config import EngineConfig
 from server.app import create_app
+from server.connection import Connection
 from server.context import Context
 from server.metrics import HttpMetrics
 from server.settings import ServerConfig
@@ -142,7 +143,7 @@ async def _serve(
             server = uvicorn.Server(
                 uvicorn.Config(
                     create_app(context),
-                    http="h11",
+                    http=Connection,
                     ws="none",
                     lifespan="off",
                     log_config=None,

@@ -227,6 +227,8 @@ def test_own_template_arguments_win() -> None:
     ("fields", "param", "words"),
     [
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
+        ({"stop_sequences": "x"}, "stop_sequences", "list of texts"),
+        ({"messages": [{"role": "user", "content": "x"}] * 16385}, "messages", "at most 16384"),
         ({"messages": []}, "messages", "empty"),
         ({"messages": "Hi"}, "messages", "got `str`"),
         ({"messages": [{"role": "user"}]}, "messages[0]", "content"),

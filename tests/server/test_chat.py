@@ -354,6 +354,16 @@ def test_tools(fields: Json, shown: bool) -> None:  # CH-05
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "`tools` must be set"),
         ({"tools": [{"type": "function"}]}, "tools", "needs a name"),
         ({"tools": [{"type": "custom"}]}, "tools", "only function"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            "tools",
+            "tools[0].function.parameters must be an object, got []",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "description": 5}}]},
+            "tools",
+            "tools[0].function.description must be text, got 5",
+        ),
         ({"tools": {}}, "tools", "array"),
     ],
 )

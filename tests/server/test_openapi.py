@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
-import schemathesis
-from hypothesis import HealthCheck, given, settings
-from schemathesis.specs.openapi.checks import positive_data_acceptance
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
 from server.openapi import document
 from server.routes import ROUTES
-from tests.server.apps import SECONDS, Server, drive
-from tests.server.live import Live, live_server
-from tests.server.scripted import Script
+from tests.server.apps import Server, drive
 
 UNLISTED = ("/", "/static/{name}", "/debug/live")
 """The page's own, which no client calls."""
@@ -87,40 +81,3 @@ def test_examples_follow_the_schemas() -> None:
     assert not valid("CompletionRequest", {})
     assert valid("ChatRequest", {"messages": [{"role": "user", "content": "x"}], "tools": []})
     assert not valid("ChatRequest", {"messages": []})
-
-
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with live_server(Script(default="one two three")) as live:
-        yield live
-        live.settle()
-
-
-OPERATIONS = {
-    f"{operation.method.upper()} {operation.path}": operation
-    for result in schemathesis.openapi.from_dict(document()).get_all_operations()
-    for operation in [result.ok()]
-}
-MODES = [
-    (label, mode)
-    for label, operation in OPERATIONS.items()
-    for mode in schemathesis.GenerationMode
-    # Without a body there is nothing that could be wrong.
-    if operation.body or mode == schemathesis.GenerationMode.POSITIVE
-]
-# The schemas do not say all: ids above the vocabulary, stream_options without stream, and so on.
-NOT_CHECKED = [positive_data_acceptance]
-
-
-@pytest.mark.parametrize(("label", "mode"), MODES, ids=str)
-def test_the_server_does_what_it_says(
-    live: Live, label: str, mode: schemathesis.GenerationMode
-) -> None:
-    operation = OPERATIONS[label]
-
-    @settings(max_examples=15, suppress_health_check=list(HealthCheck))
-    @given(case=operation.as_strategy(generation_mode=mode))
-    def check(case: schemathesis.Case) -> None:
-        case.call_and_validate(base_url=live.base_url, excluded_checks=NOT_CHECKED, timeout=SECONDS)
-
-    check()

@@ -237,6 +237,11 @@ def test_logprobs_are_asked_for_in_either_way(fields: dict[str, Any], wanted: in
             "tool_choice",
             "'required'",
         ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "tools": [["weather"]]}},
+            "tool_choice",
+            "list of tools",
+        ),
         ({"tools": [{"type": "function"}]}, "tools", "tools[0]"),
         ({"input": None}, "input", "null"),
         ({"input": 5}, "input", "got `int`"),

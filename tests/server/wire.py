@@ -105,7 +105,7 @@ class Wire:
         return answer
 
     def _chunks(self) -> list[bytes]:
-        chunks = []
+        chunks: list[bytes] = []
         while True:
             self.until(b"\r\n")
             size = int(self._take(self.received.index(b"\r\n") + 2), 16)

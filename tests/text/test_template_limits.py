@@ -56,7 +56,7 @@ TIME = {
 def test_time(template: str) -> None:
     started = time.thread_time()
     assert f"it ran for more than {SECONDS} s" in _refusal(template)
-    assert time.thread_time() - started < SECONDS + 0.6
+    assert time.thread_time() - started < SECONDS + 2.0
 
 
 SIZE = {
