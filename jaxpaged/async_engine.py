@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine_thread import Build, EngineThread, as_exception, retrieved, told
+from jaxpaged.engine_thread import Build, EngineThread, as_exception, retrieved
 from jaxpaged.errors import (
     ConfigError,
     EngineDeadError,
     InvalidRequestError,
     UnavailableError,
+    told,
 )
 from jaxpaged.metrics import EngineMetrics
 from jaxpaged.outputs import EngineStats, RequestOutput
@@ -159,7 +160,7 @@ class AsyncEngine:
     @property
     def info(self) -> EngineInfo:
         """Raises `UnavailableError` while loading."""
-        engine = self._loaded_engine
+        engine = self._loaded_engine()
         if self._info is None:
             self._info = _info(engine, self.config)
         return self._info
@@ -167,11 +168,11 @@ class AsyncEngine:
     @property
     def default_params(self) -> SamplingParams:
         """`SamplingParams()` with the sampling defaults that come with the model."""
-        return self._loaded_engine.default_params
+        return self._loaded_engine().default_params
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self._loaded_engine.intake.tokenizer
+        return self._loaded_engine().intake.tokenizer
 
     @property
     def progress(self) -> tuple[int, int] | None:
@@ -214,8 +215,8 @@ class AsyncEngine:
     def _engine(self) -> Engine | None:
         return None if self._thread is None else self._thread.engine
 
-    @property
     def _loaded_engine(self) -> Engine:
+        """Raises `UnavailableError` or `EngineDeadError` while there is none."""
         engine = self._engine
         if engine is not None:
             return engine
@@ -251,7 +252,7 @@ class AsyncEngine:
         self._submitting += 1
         self._idle.clear()
         try:
-            intake = self._loaded_engine.intake
+            intake = self._loaded_engine().intake
             parsed = await self.run_in_pool(intake.parse, prompt, cache_salt)
             self._check_accepting()
             if request_id in self._streams:
@@ -314,7 +315,7 @@ class AsyncEngine:
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run a function on the engine's thread, between two steps; returns what it returns."""
-        self._loaded_engine  # noqa: B018 - raises while there is none
+        self._loaded_engine()
         return await asyncio.shield(self._post(function))
 
     def _needed_tokenizer(self) -> Tokenizer:
@@ -330,7 +331,7 @@ class AsyncEngine:
             raise UnavailableError("The server is shutting down.", _LOADING_RETRY)
         if self.status == "dead":
             raise EngineDeadError(f"The engine is dead: {told(self.error)}")
-        self._loaded_engine  # noqa: B018 - raises while there is none
+        self._loaded_engine()
 
     def _check_queue(self, engine: Engine, num_tokens: int) -> None:
         """On the engine's thread: raises `UnavailableError` where a limit is reached."""

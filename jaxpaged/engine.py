@@ -14,7 +14,7 @@ from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.device.runner import Launched, Runner, StepResult
 from jaxpaged.device.sampler import STATUS_ALL_MASKED, STATUS_NOT_FINITE
-from jaxpaged.errors import EngineDeadError, InvalidRequestError
+from jaxpaged.errors import EngineDeadError, InvalidRequestError, told
 from jaxpaged.intake import Intake, Prompt
 from jaxpaged.metrics import EngineMetrics
 from jaxpaged.outputs import EngineStats, RequestOutput
@@ -180,8 +180,7 @@ class Engine:
         if step is None:
             return False
         newest = self._in_flight[-1].launched if self._in_flight else None
-        busy = newest is not None and not self.runner.is_ready(newest)
-        gap = self._recorder.host_gap(in_flight=newest is not None, busy=busy)
+        gap = self._recorder.host_gap(newest, self.runner)
         start = time.monotonic()
         try:
             launched = self._launch(step, start)
@@ -294,7 +293,7 @@ class Engine:
         except Exception as error:
             _log.exception("The text of request %s could not be closed.", core.request_id)
             if core.error is None:
-                self.scheduler.amend_ending(core, "error", error=_told(error))
+                self.scheduler.amend_ending(core, "error", error=told(error))
             return
         if matched is not None and core.finish_reason == "length":
             self.scheduler.amend_ending(core, "stop", stop_reason=matched)
@@ -304,10 +303,10 @@ class Engine:
         core = completion.core
         _log.error("Request %s failed on the host.", core.request_id, exc_info=error)
         if core.is_finished:  # the same token also ended it
-            self.scheduler.amend_ending(core, "error", error=_told(error))
+            self.scheduler.amend_ending(core, "error", error=told(error))
             self._ended(completion)
         else:
-            self._finish(completion, "error", error=_told(error))
+            self._finish(completion, "error", error=told(error))
 
     def _report(self) -> list[RequestOutput]:
         outputs = []
@@ -333,7 +332,7 @@ class Engine:
             self._closed = True
             raise EngineDeadError(
                 f"A step failed, and the other processes cannot start over with this one: "
-                f"{_told(error)}. Start all of them again."
+                f"{told(error)}. Start all of them again."
             ) from error
         _log.error("A step failed; recomputing all other requests.", exc_info=error)
         # Steps launched before the failed one do not depend on it: their tokens are good.
@@ -346,7 +345,7 @@ class Engine:
                 self._in_flight.clear()
             else:
                 self._finish_step(entry.step, result)
-        self._start_over(failed, f"The step that computed this request failed: {_told(error)}")
+        self._start_over(failed, f"The step that computed this request failed: {told(error)}")
 
     def _drop_in_flight(self, error: BaseException) -> None:
         """A step was cut off anywhere: what is on its way is lost, all others are recomputed."""
@@ -354,7 +353,7 @@ class Engine:
             self._closed = True
             return
         self._in_flight.clear()
-        text = f"The step that computed this request was cut off: {_told(error)}"
+        text = f"The step that computed this request was cut off: {told(error)}"
         self._start_over(list(self.scheduler.in_flight), text)
 
     def _start_over(self, failed: list[ScheduledStep], text: str) -> None:
@@ -416,7 +415,3 @@ class Engine:
 def _completion(core: Request) -> Completion:
     assert isinstance(core.payload, Completion)
     return core.payload
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")

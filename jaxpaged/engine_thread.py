@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.errors import EngineDeadError
+from jaxpaged.errors import EngineDeadError, told
 from jaxpaged.metrics import EngineMetrics
 from jaxpaged.outputs import RequestOutput
 
@@ -187,7 +187,3 @@ def retrieved(future: asyncio.Future[Any]) -> None:
 
 def as_exception(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else EngineDeadError(told(error))
-
-
-def told(error: BaseException | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")

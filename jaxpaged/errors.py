@@ -43,5 +43,10 @@ class UnsupportedModelError(ModelLoadError):
     """The architecture, or a setting that changes its mathematics, is not implemented."""
 
 
+def told(error: BaseException | None) -> str:
+    """Kind and text of an error in one line; "" for None."""
+    return "" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 class EngineDeadError(JaxpagedError, RuntimeError):
     """The engine was closed, or failed in a way it could not recover from."""

@@ -143,7 +143,7 @@ def _options(hint: Any) -> dict[str, Any]:
     if tuple[str, ...] in kinds:
         return {"type": _text_list, "action": _Collect, "nargs": "+", "metavar": "TEXT"}
     if any(typing.get_origin(kind) is Mapping for kind in kinds):
-        return {"type": _or_none(_json_object, optional), "metavar": "JSON"}
+        return {"type": _or_none(json_object, optional), "metavar": "JSON"}
     if kinds == [int]:
         return {"type": _or_none(_int, optional), "metavar": "N"}
     if kinds == [float]:
@@ -221,7 +221,7 @@ class _Collect(argparse.Action):
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), *parts])
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -6,6 +6,7 @@ import time
 
 from jaxpaged.completion import Completion, RequestState
 from jaxpaged.device.packing import PackedStep
+from jaxpaged.device.runner import Launched, Runner
 from jaxpaged.metrics import EngineMetrics, FinishedRequest
 
 
@@ -18,16 +19,18 @@ class Recorder:
         self._last_read: float | None = None
         """When the results of the last step came; None if nothing has run since it was idle."""
 
-    def host_gap(self, *, in_flight: bool, busy: bool) -> float | None:
+    def host_gap(self, newest: Launched | None, runner: Runner) -> float | None:
         """Seconds that the device has had nothing to do when a step is about to be launched, at
-        most; None after an idle time.
+        most; None after an idle time, and if nobody wants to know.
 
-        `in_flight`: a step launched before has not been read; `busy`: nor has it ended.
+        `newest` is the step launched before, if it has not been read.
         """
-        if busy:
+        if self.metrics is None:
+            return None
+        if newest is not None and not runner.is_ready(newest):
             return 0.0
         if self._last_read is None:
-            return 0.0 if in_flight else None
+            return None if newest is None else 0.0
         return time.monotonic() - self._last_read
 
     def step(

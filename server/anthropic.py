@@ -19,7 +19,7 @@ from server.chat import ChatRun, open_chat
 from server.chat_input import read_conversation
 from server.chunks import answer_id, encode
 from server.context import Context, context_of
-from server.errors import ApiError
+from server.errors import ApiError, json_response
 from server.protocol_anthropic import CountTokensRequest, MessagesRequest
 from server.protocol_chat import ChatRequest
 
@@ -42,7 +42,7 @@ async def _count(context: Context, request: Request, body: CountTokensRequest) -
     chat_request = decode_body(encode(fields), ChatRequest)
     conversation = read_conversation(context, chat_request)
     _, ids = await context.engine.render_chat(conversation.messages, **conversation.options)
-    return _with_id(request, _json({"input_tokens": len(ids)}))
+    return _with_id(request, json_response({"input_tokens": len(ids)}))
 
 
 async def _answer(context: Context, request: Request, body: MessagesRequest) -> Response:
@@ -67,7 +67,7 @@ async def _answer(context: Context, request: Request, body: MessagesRequest) -> 
                 told += several
     finally:
         chat.close()
-    return _with_id(request, _json(anthropic_events.message_of(told)))
+    return _with_id(request, json_response(anthropic_events.message_of(told)))
 
 
 async def _events(chat: ChatRun, body: MessagesRequest) -> AsyncGenerator[list[Event]]:
@@ -108,10 +108,6 @@ def _usage(chat: ChatRun) -> dict[str, int]:
 
 def _error_frame(request: Request, error: ApiError) -> bytes:
     return sse.named("error", encode(error_body(error, _request_id(request))))
-
-
-def _json(body: object) -> Response:
-    return Response(encode(body), media_type="application/json")
 
 
 def _with_id(request: Request, response: Response) -> Response:

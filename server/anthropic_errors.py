@@ -5,11 +5,10 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
-from server.errors import ApiError
+from server.errors import ApiError, json_response
 
 PREFIX = "/v1/messages"
 
@@ -49,9 +48,5 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
 def anthropic_error(error: ApiError, request_id: str | None = None) -> Response:
     """The answer to a request that was refused, or failed before it had a part of its answer."""
     request_id = request_id or new_request_id()
-    return Response(
-        msgspec.json.encode(error_body(error, request_id)),
-        status_code=error.status,
-        headers={**error.headers(), "request-id": request_id},
-        media_type="application/json",
-    )
+    headers = {**error.headers(), "request-id": request_id}
+    return json_response(error_body(error, request_id), error.status, headers)

@@ -32,17 +32,16 @@ from server.chat_input import Conversation, read_conversation
 from server.chunks import (
     WHOLE,
     Envelope,
-    UsageTeller,
     answer_id,
     encode,
+    ending_json,
     engine_id,
     index_member,
     text_json,
 )
 from server.context import Context, context_of
 from server.errors import ApiError
-from server.logprobs import TokenNames
-from server.parts import Part, Splitter
+from server.parts import Part
 from server.prompts import tokens_to_keep, truncate
 from server.protocol_chat import (
     ChatChoice,
@@ -53,9 +52,10 @@ from server.protocol_chat import (
     ChatUsage,
     ContentLogprob,
 )
-from server.protocol_common import CompletionTokensDetails, PromptTokensDetails
+from server.protocol_common import CompletionTokensDetails
 from server.request_log import RequestLog
 from server.runs import Run, Usage, start_run
+from server.submitted import SubmittedRun, reply
 
 
 async def chat_completions(request: Request) -> Response:
@@ -67,17 +67,7 @@ async def chat_completions(request: Request) -> Response:
 async def _answer(context: Context, request: Request, body: ChatRequest) -> Response:
     wire_id = answer_id(request, "chatcmpl", body.request_id)
     chat = await open_chat(context, body, request_id=wire_id)
-    if body.stream:
-        return await sse.event_response(
-            chat.events(),
-            keep_alive=context.settings.sse_keep_alive_interval,
-            close=chat.close,
-        )
-    try:
-        answer = await chat.whole()
-    finally:
-        chat.close()
-    return Response(encode(answer), media_type="application/json")
+    return await reply(context, chat, stream=body.stream)
 
 
 async def open_chat(context: Context, request: ChatRequest, *, request_id: str) -> ChatRun:
@@ -148,7 +138,7 @@ class News:
     stop_reason: int | str | None = None
 
 
-class ChatRun:
+class ChatRun(SubmittedRun[ChatRequest]):
     """A chat completion that has been submitted; made by `open_chat`."""
 
     def __init__(
@@ -161,29 +151,12 @@ class ChatRun:
         prompt_text: str,
         log: RequestLog,
     ) -> None:
-        self.run = run
-        self.envelope = envelope
+        super().__init__(context, request, envelope, run, log, needs_prompt=False)
         self.prompt_text = prompt_text
         """The conversation as the template printed it."""
         self.role = conversation.role
         """Of the answer."""
-        self._request = request
-        self._log = log
-        self._details = context.settings.enable_prompt_tokens_details
-        self._usage = UsageTeller(context, request, run, self._usage_of)
-        as_ids = request.return_tokens_as_token_ids
-        if as_ids is None:
-            as_ids = context.settings.return_tokens_as_token_ids
-        self._names = TokenNames(context.engine.tokenizer, as_ids=as_ids)
         self._echo = conversation.continued if request.echo else ""
-        self._splitter = Splitter(
-            run.n, tells_tokens=bool(request.return_token_ids), needs_prompt=False
-        )
-
-    def close(self) -> None:
-        """Abort what has not ended. Idempotent."""
-        self.run.close()
-        self._log.ended()
 
     def usage(self) -> ChatUsage:
         """So far."""
@@ -206,7 +179,6 @@ class ChatRun:
                 yield several
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The stream: one event for each news, then the usage if asked for, then DONE."""
         more = self._prompt_members()
         async with aclosing(self.news()) as all_news:
             async for several in all_news:
@@ -215,13 +187,9 @@ class ChatRun:
                 events += [self._chunk(news, usage) for news in several[1:]]
                 yield b"".join(events)
                 more = b""
-        last = sse.DONE
-        if self._usage.at_end:
-            last = self.envelope.usage_chunk(self._usage.total()) + last
-        yield last
+        yield self._last_events()
 
     async def whole(self) -> ChatResponse:
-        """The answer without stream: the news put together."""
         texts: list[list[str]] = [[] for _ in range(self.run.n)]
         ends: dict[int, News] = {}
         scores: list[list[ContentLogprob]] = [[] for _ in range(self.run.n)]
@@ -297,10 +265,6 @@ class ChatRun:
         scores = b"null"
         if news.logprobs is not None:
             scores = b'{"content":%b}' % sse.one_line(encode(news.logprobs))
-        end = b"null"
-        if news.finish_reason is not None:
-            stop = sse.one_line(encode(news.stop_reason))
-            end = b'%b,"stop_reason":%b' % (encode(news.finish_reason), stop)
         ids = b""
         if news.token_ids is not None:
             ids = b',"token_ids":' + encode(news.token_ids)
@@ -308,7 +272,7 @@ class ChatRun:
             index_member(news.index),
             delta,
             scores,
-            end,
+            ending_json(news.finish_reason, news.stop_reason),
             ids,
         )
         return self.envelope.chunk(choice, usage, more)
@@ -318,7 +282,7 @@ class ChatRun:
             usage.prompt_tokens,
             usage.prompt_tokens + usage.completion_tokens,
             usage.completion_tokens,
-            PromptTokensDetails(usage.cached_tokens) if self._details else None,
+            self._prompt_details(usage),
             CompletionTokensDetails(0),
         )
 

@@ -77,6 +77,13 @@ def text_json(text: str) -> bytes:
     return sse.one_line(encode(text))
 
 
+def ending_json(finish_reason: str | None, stop_reason: int | str | None) -> bytes:
+    """The value of finish_reason, and once there is one the member stop_reason after it."""
+    if finish_reason is None:
+        return b"null"
+    return b'%b,"stop_reason":%b' % (encode(finish_reason), sse.one_line(encode(stop_reason)))
+
+
 class UsageTeller:
     """When a stream tells its usage, and how."""
 

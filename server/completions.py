@@ -18,18 +18,18 @@ from server.body import read_body, until_disconnect
 from server.chunks import (
     WHOLE,
     Envelope,
-    UsageTeller,
     answer_id,
     encode,
+    ending_json,
     engine_id,
     index_member,
     text_json,
 )
 from server.context import Context, context_of
-from server.logprobs import TextOffsets, TokenNames
-from server.parts import Part, Splitter
+from server.logprobs import TextOffsets
+from server.parts import Part
 from server.prompts import GivenPrompt, fit_prompts, parse_prompts
-from server.protocol_common import PromptTokensDetails, UsageInfo
+from server.protocol_common import UsageInfo
 from server.protocol_completions import (
     CompletionChoice,
     CompletionRequest,
@@ -38,6 +38,7 @@ from server.protocol_completions import (
 )
 from server.request_log import RequestLog
 from server.runs import Run, Usage, start_run
+from server.submitted import SubmittedRun, reply
 
 
 async def completions(request: Request) -> Response:
@@ -49,17 +50,7 @@ async def completions(request: Request) -> Response:
 async def _answer(context: Context, request: Request, body: CompletionRequest) -> Response:
     wire_id = answer_id(request, "cmpl", body.request_id)
     completion = await open_completion(context, body, request_id=wire_id)
-    if body.stream:
-        return await sse.event_response(
-            completion.events(),
-            keep_alive=context.settings.sse_keep_alive_interval,
-            close=completion.close,
-        )
-    try:
-        answer = await completion.whole()
-    finally:
-        completion.close()
-    return Response(encode(answer), media_type="application/json")
+    return await reply(context, completion, stream=body.stream)
 
 
 async def open_completion(
@@ -124,7 +115,7 @@ class News:
     stop_reason: int | str | None = None
 
 
-class CompletionRun:
+class CompletionRun(SubmittedRun[CompletionRequest]):
     """A request that has been submitted."""
 
     def __init__(
@@ -136,46 +127,23 @@ class CompletionRun:
         given: list[GivenPrompt],
         log: RequestLog,
     ) -> None:
-        self.run = run
-        self._request = request
-        self._envelope = envelope
-        self._log = log
-        self._usage = UsageTeller(context, request, run, _usage_maker(context))
-        tokenizer = context.engine.tokenizer
-        as_ids = request.return_tokens_as_token_ids
-        if as_ids is None:
-            as_ids = context.settings.return_tokens_as_token_ids
-        self._names = TokenNames(tokenizer, as_ids=as_ids)
+        scored = bool(request.echo) and request.logprobs is not None
+        super().__init__(context, request, envelope, run, log, needs_prompt=scored)
         self._hides_special = request.skip_special_tokens is not False
         self._given = given
         self._echo = bool(request.echo)
         self._echo_texts: dict[int, str] = {}
         self._offsets: dict[int, TextOffsets] = {}
-        self._splitter = Splitter(
-            run.n,
-            tells_tokens=bool(request.return_token_ids),
-            needs_prompt=self._echo and request.logprobs is not None,
-        )
         self._begun: set[int] = set()
 
-    def close(self) -> None:
-        """Abort what has not ended. Idempotent."""
-        self.run.close()
-        self._log.ended()
-
     async def events(self) -> AsyncGenerator[bytes]:
-        """The stream: one event for each news, then the usage if asked for, then DONE."""
         async with aclosing(self._news()) as all_news:
             async for several in all_news:
                 usage = self._usage.member()
                 yield b"".join([self._chunk(news, usage) for news in several])
-        last = sse.DONE
-        if self._usage.at_end:
-            last = self._envelope.usage_chunk(self._usage.total()) + last
-        yield last
+        yield self._last_events()
 
     async def whole(self) -> CompletionResponse:
-        """The answer without stream: the news put together."""
         count = len(self.run.prompts) * self.run.n
         texts: list[list[str]] = [[] for _ in range(count)]
         choices = [
@@ -190,16 +158,14 @@ class CompletionRun:
             scored = self._splitter.prompt_logprobs.get(choice.index // self.run.n)
             if self._request.prompt_logprobs is not None and scored is not None:
                 choice.prompt_logprobs = shapes.prompt(scored)
-        usage = self._usage.total()
-        assert isinstance(usage, UsageInfo)
-        envelope = self._envelope
+        envelope = self.envelope
         return CompletionResponse(
             id=envelope.id,
             created=envelope.created,
             model=envelope.model,
             choices=choices,
             system_fingerprint=envelope.fingerprint,
-            usage=usage,
+            usage=self._usage_of(self.run.usage()),
         )
 
     async def _news(self) -> AsyncGenerator[list[News]]:
@@ -268,11 +234,6 @@ class CompletionRun:
 
     def _chunk(self, news: News, usage: bytes) -> bytes:
         scores = b"null" if news.logprobs is None else sse.one_line(encode(news.logprobs))
-        if news.finish_reason is None:
-            end = b"null"
-        else:
-            end = encode(news.finish_reason) + b',"stop_reason":'
-            end += sse.one_line(encode(news.stop_reason))
         ids = b""
         if news.token_ids is not None:
             ids += b',"token_ids":' + encode(news.token_ids)
@@ -282,10 +243,18 @@ class CompletionRun:
             index_member(news.index),
             text_json(news.text),
             scores,
-            end,
+            ending_json(news.finish_reason, news.stop_reason),
             ids,
         )
-        return self._envelope.chunk(choice, usage)
+        return self.envelope.chunk(choice, usage)
+
+    def _usage_of(self, usage: Usage) -> UsageInfo:
+        return UsageInfo(
+            usage.prompt_tokens,
+            usage.prompt_tokens + usage.completion_tokens,
+            usage.completion_tokens,
+            self._prompt_details(usage),
+        )
 
 
 def _merge(choice: CompletionChoice, news: News) -> None:
@@ -299,20 +268,6 @@ def _merge(choice: CompletionChoice, news: News) -> None:
         choice.prompt_token_ids = news.prompt_token_ids
     if news.finish_reason is not None:
         choice.finish_reason, choice.stop_reason = news.finish_reason, news.stop_reason
-
-
-def _usage_maker(context: Context) -> Any:
-    details = context.settings.enable_prompt_tokens_details
-
-    def make(usage: Usage) -> UsageInfo:
-        return UsageInfo(
-            usage.prompt_tokens,
-            usage.prompt_tokens + usage.completion_tokens,
-            usage.completion_tokens,
-            PromptTokensDetails(usage.cached_tokens) if details else None,
-        )
-
-    return make
 
 
 ROUTES = [Route("/v1/completions", completions, methods=["POST"])]

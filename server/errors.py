@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -92,10 +93,13 @@ def without_internals(text: str) -> str:
     return _INTERNALS.sub("...", text)
 
 
-def error_response(error: ApiError) -> Response:
+def json_response(
+    body: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     return Response(
-        msgspec.json.encode(error.body()),
-        status_code=error.status,
-        headers=error.headers(),
-        media_type="application/json",
+        msgspec.json.encode(body), status, headers=headers, media_type="application/json"
     )
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body(), error.status, error.headers())

@@ -4,7 +4,6 @@ step that hangs, delays it.
 
 from __future__ import annotations
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -12,7 +11,7 @@ from starlette.routing import Route
 from jaxpaged import __version__
 from server.answers import refusal
 from server.context import Context, context_of
-from server.errors import ApiError
+from server.errors import ApiError, json_response
 
 _RETRY = {"loading": 5, "draining": 30, "stalled": 30, "dead": 30, "closed": 30}
 """Seconds after which it may be worth to ask again."""
@@ -48,22 +47,16 @@ async def ready(request: Request) -> Response:
     """200 if a request would be taken."""
     status, detail = status_of(context_of(request))
     headers = {} if status == "ready" else {"Retry-After": str(_RETRY[status])}
-    return _json({"status": status, "detail": detail}, 503 if headers else 200, headers)
+    return json_response({"status": status, "detail": detail}, 503 if headers else 200, headers)
 
 
 async def version(request: Request) -> Response:
-    return _json({"version": __version__})
+    return json_response({"version": __version__})
 
 
 async def load(request: Request) -> Response:
     """Requests being answered, not counting this one."""
-    return _json({"server_load": context_of(request).in_flight})
-
-
-def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(
-        msgspec.json.encode(body), status, headers=headers, media_type="application/json"
-    )
+    return json_response({"server_load": context_of(request).in_flight})
 
 
 ROUTES = [

@@ -86,7 +86,6 @@ def run(
         sys.stderr.write(f"error: {error}\n")
         return 1
     try:
-        _welcome(listener, context)
         _raise_file_limit()
         with asyncio.Runner(loop_factory=http.config.get_loop_factory()) as runner:
             code = runner.run(_Life(context, http, listener).run())
@@ -120,6 +119,7 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        _welcome(self._listener, self._context)  # who reads it may send a signal at once
         self._engine.start()
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener.socket]))
         stats = asyncio.create_task(self._log_stats())

@@ -19,10 +19,10 @@ from starlette.routing import Route
 
 from jaxpaged.async_engine import AsyncEngine
 from jaxpaged.core.snapshot import take_snapshot
+from server import sse
 from server.body import until_disconnect
 from server.context import context_of
 from server.live_wire import View, change, counters_of, whole
-from server.sse import event_response
 
 if TYPE_CHECKING:
     from jaxpaged.engine import Engine
@@ -170,7 +170,7 @@ async def look(engine: AsyncEngine) -> View:
 
 
 def _event(name: str, payload: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(payload))
+    return sse.named(name, msgspec.json.encode(payload))
 
 
 def _whole_event(view: View) -> bytes:
@@ -202,7 +202,7 @@ async def live(request: Request) -> Response:
     listener = feed_of(request).listen()
     keep_alive = context_of(request).settings.sse_keep_alive_interval or _KEEP_ALIVE
     return await until_disconnect(
-        request, event_response(listener, keep_alive=keep_alive, close=listener.close)
+        request, sse.event_response(listener, keep_alive=keep_alive, close=listener.close)
     )
 
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from server.context import Context, context_of
+from server.errors import json_response
 from server.protocol_models import ModelCard, ModelList, ModelPermission
 
 
 async def list_models(request: Request) -> Response:
     context = context_of(request)
-    return _json(ModelList(data=[_card(context, name) for name in context.served_names]))
+    return json_response(ModelList(data=[_card(context, name) for name in context.served_names]))
 
 
 async def one_model(request: Request) -> Response:
     """Raises `ApiError` 404 for a name that is not served. Names may hold slashes."""
     context = context_of(request)
-    return _json(_card(context, context.model_named(request.path_params["id"])))
+    return json_response(_card(context, context.model_named(request.path_params["id"])))
 
 
 def _card(context: Context, name: str) -> ModelCard:
@@ -32,10 +32,6 @@ def _card(context: Context, name: str) -> ModelCard:
         max_model_len=info.max_model_len,
         permission=[permission],
     )
-
-
-def _json(body: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 ROUTES = [

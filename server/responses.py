@@ -16,7 +16,7 @@ from server.body import decode_body, read_body, until_disconnect
 from server.chat import ChatRun, open_chat
 from server.chunks import answer_id, encode
 from server.context import Context, context_of
-from server.errors import ApiError, as_api_error
+from server.errors import ApiError, as_api_error, json_response
 from server.protocol_chat import ChatRequest
 from server.protocol_responses import ResponsesRequest
 from server.responses_events import Event, ResponseEvents, new_response, usage_of
@@ -61,7 +61,7 @@ async def _answer(context: Context, request: Request, body: ResponsesRequest) ->
                 pass
     finally:
         chat.close()
-    return Response(encode(events.response), media_type="application/json")
+    return json_response(events.response)
 
 
 def _begun(

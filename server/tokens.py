@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -14,7 +13,7 @@ from server import bounded
 from server.body import read_body, until_disconnect
 from server.chat_input import parse_tools, read_conversation
 from server.context import Context, context_of
-from server.errors import ApiError
+from server.errors import ApiError, json_response
 from server.protocol_chat import ChatRequest
 from server.protocol_tokens import (
     DetokenizeRequest,
@@ -47,7 +46,7 @@ async def tokenize(request: Request) -> Response:
     if body.return_token_strs:
         names = [tokenizer.token(token) for token in tokens]
     length = context.engine.info.max_model_len
-    return _json(TokenizeResponse(len(tokens), length, tokens, names))
+    return json_response(TokenizeResponse(len(tokens), length, tokens, names))
 
 
 async def detokenize(request: Request) -> Response:
@@ -66,7 +65,7 @@ async def detokenize(request: Request) -> Response:
         )
     decode = _tokenizer(context).decode
     text = await context.engine.run_in_pool(lambda: decode(tokens, skip_special_tokens=False))
-    return _json(DetokenizeResponse(text))
+    return json_response(DetokenizeResponse(text))
 
 
 async def tokenizer_info(request: Request) -> Response:
@@ -74,7 +73,7 @@ async def tokenizer_info(request: Request) -> Response:
     if not context.settings.enable_tokenizer_info_endpoint:
         raise ApiError(404, "/tokenizer_info is switched off on this server.")
     tokenizer = _tokenizer(context)
-    return _json(
+    return json_response(
         TokenizerInfo(
             tokenizer_class=type(tokenizer.backend.model).__name__,
             vocab_size=tokenizer.vocab_size,
@@ -109,10 +108,6 @@ def _tokenizer(context: Context) -> Tokenizer:
     if tokenizer is None:
         raise InvalidRequestError("This server has no tokenizer (--skip-tokenizer-init).")
     return tokenizer
-
-
-def _json(body: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 ROUTES = [

@@ -224,7 +224,7 @@ def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--top-k", type=int, metavar="N", help="(default: not sent)")
     group.add_argument(
         "--extra-body",
-        type=argument_types.json_object,
+        type=flags.json_object,
         default={},
         metavar="JSON",
         help="fields for every request; null leaves one out",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from jaxpaged.core.block_states import block_states, count_states
+
 NULL_BLOCK = 0
 """Never allocated, always zero; padding points at it."""
 
@@ -56,17 +58,8 @@ class BlockPool:
         The counts always add up to `num_blocks`. Beside a thread that changes the pool, a block may
         be told in the state that it has just left.
         """
-        refs, hashes = self.copy_refs(), self.copy_hashes()  # each of one moment
-        holders = Counter(refs)
-        unheld = holders[0] - 1
-        cached = sum([h is not None and not refs[block] for block, h in enumerate(hashes)])
-        return {
-            "free": unheld - cached,
-            "cached": cached,
-            "held": holders[1],
-            "shared": self.num_blocks - 1 - unheld - holders[1],
-            "null": 1,
-        }
+        # The two copies are each of one moment.
+        return count_states(block_states(self.copy_refs(), self.copy_hashes()))
 
     def ref_count(self, block: int) -> int:
         return self._refs[block]

@@ -14,21 +14,10 @@ from functools import cached_property
 from itertools import islice
 
 from jaxpaged.core.block_pool import NULL_BLOCK
+from jaxpaged.core.block_states import CACHED, SHARED, block_states, count_states
 from jaxpaged.core.kv_groups import Windows
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
-
-NULL, FREE, CACHED, HELD, SHARED = "0fchs"
-"""A block's state: the null block; free; free, but findable by its hash; held by one request; held
-by several."""
-
-STATE_NAMES = {FREE: "free", CACHED: "cached", HELD: "held", SHARED: "shared", NULL: "null"}
-
-_HOLDERS = bytes(min(refs, 2) for refs in range(256))
-_LETTERS = bytes.maketrans(
-    bytes([0, 1, 2, 4, 5, 6]), f"{FREE}{HELD}{SHARED}{CACHED}{HELD}{SHARED}".encode()
-)
-"""From holders (at most 2) plus 4 if there is a hash."""
 
 _CHUNK = 512
 """Blocks that are compared at once when differences are looked for."""
@@ -80,17 +69,12 @@ class PoolSnapshot:
     @cached_property
     def states(self) -> str:
         """One letter a block: NULL, FREE, CACHED, HELD or SHARED."""
-        # Both are bytes below 4, added as two large numbers: no loop over blocks in Python.
-        holders = _capped(self.refs).translate(_HOLDERS)
-        hashed = bytes(map(bool, self.hashes))
-        kinds = int.from_bytes(holders, "little") + (int.from_bytes(hashed, "little") << 2)
-        letters = kinds.to_bytes(self.num_blocks, "little").translate(_LETTERS).decode("ascii")
-        return NULL + letters[1:]
+        return block_states(self.refs, self.hashes)
 
     @cached_property
     def counts(self) -> dict[str, int]:
         """Blocks in each state, by its name in STATE_NAMES; they add up to `num_blocks`."""
-        return {name: self.states.count(letter) for letter, name in STATE_NAMES.items()}
+        return count_states(self.states)
 
     @cached_property
     def shared(self) -> dict[int, int]:
@@ -177,13 +161,6 @@ def _copy(request: Request) -> RequestSnapshot:
         num_preemptions=request.num_preemptions,
         tables=tuple(table[:] for table in request.tables),
     )
-
-
-def _capped(refs: Sequence[int]) -> bytes:
-    try:
-        return bytes(refs)
-    except ValueError:  # more than 255 share a block
-        return bytes([min(count, 255) for count in refs])
 
 
 def _unequal_chunks(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +11,35 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.server.live import Live
+from tests.server.live import Live, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 CHROMIUM = Path("/usr/bin/chromium")
 SECONDS = 30.0
+
+MARKDOWN = """# Title
+
+Some **bold** and *slanted* text with `code` and [a link](https://example.org/path).
+
+1. first
+2. second
+   - inner
+
+```python
+x = "<b>&amp;</b>"
+y = 2
+```
+
+| planet | moons |
+|--------|------:|
+| Earth  | 1     |
+
+> quoted
+
+Done."""
+"""An answer with every kind of markup."""
 
 needs_browser = [
     pytest.mark.skipif(
@@ -86,10 +107,7 @@ def wait_answered(page: Page, number: int = 1) -> None:
 
 
 def poll(reached: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not reached():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
+    until(reached, SECONDS, what)
 
 
 def shown_counts(page: Page) -> dict[str, int]:

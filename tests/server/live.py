@@ -36,6 +36,16 @@ MODEL = "scripted"
 """The name under which tests serve their model, unless they say otherwise."""
 
 
+def until(
+    holds: Callable[[], object], seconds: float = 30.0, what: str = "it never came to that"
+) -> None:
+    """Poll until the condition holds; fails, saying `what` did not happen, after a while."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
 class Live:
     """A running server. `base_url` has no path; everything may be used from the test's thread."""
 
@@ -55,10 +65,7 @@ class Live:
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
         """Poll until the condition holds; fails after a minute."""
-        deadline = time.monotonic() + SECONDS
-        while not holds():
-            assert time.monotonic() < deadline, "it did not come true"
-            time.sleep(0.005)
+        until(holds, SECONDS)
 
     def settle(self) -> None:
         """Wait until no request is left, and check that none left anything behind."""

@@ -84,6 +84,16 @@ class Script:
         )
 
 
+def closes(gate: threading.Event, step: int) -> Callable[[int], BaseException | None]:
+    """For `Script.fail_read`, without a failure: the model stands still after that step."""
+
+    def close(number: int) -> None:
+        if number == step:
+            gate.clear()
+
+    return close
+
+
 class ScriptedRunner:
     """Stands in for `device.runner.Runner`: the same calls, no device."""
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
 from jaxpaged import __version__
 from server.settings import ServerConfig
-from tests.server.live import MODEL, Live, live_server
+from tests.server.live import MODEL, Live, live_server, until
 from tests.server.scripted import Script
 
 LONG = {"prompt": "hi", "max_tokens": 50, "ignore_eos": True}
@@ -25,13 +24,6 @@ def config(**settings: object) -> ServerConfig:
 def probe(live: Live, path: str) -> tuple[int, str]:
     answer = httpx.get(live.base_url + path, timeout=30)
     return answer.status_code, answer.json()["status"] if path == "/ready" else answer.text
-
-
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.01)
 
 
 def complete(live: Live) -> httpx.Response:

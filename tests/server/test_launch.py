@@ -12,14 +12,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.server import live
 from tests.tiny_models import tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -30,13 +32,7 @@ GRACE = 20.0
 """In which every server must have ended, on a busy machine."""
 ENDLESS = {"default": "word " * 50, "end": False, "step_seconds": 0.01}
 LONG = {"prompt": "hi", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-
-
-def until(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.02)
+until = partial(live.until, seconds=SECONDS)
 
 
 class Server:

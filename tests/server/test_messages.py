@@ -15,7 +15,7 @@ from anthropic.types import Message, TextBlock
 
 from server.settings import ServerConfig
 from tests.server.live import MODEL, Live, live_server
-from tests.server.scripted import Script
+from tests.server.scripted import Script, closes
 
 REPLY = ["Hello", " there", ", how", " are you?"]
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -300,16 +300,6 @@ def test_a_long_wait_is_bridged_by_comments_and_a_failure_still_told() -> None:
             assert text_of(stream.get_final_message()) == "".join(REPLY)
         opener.join()
         live.settle()
-
-
-def closes(gate: threading.Event, step: int) -> Callable[[int], BaseException | None]:
-    """No failure: the model stands still after that step."""
-
-    def close(number: int) -> None:
-        if number == step:
-            gate.clear()
-
-    return close
 
 
 def test_a_client_that_leaves_aborts_its_request() -> None:

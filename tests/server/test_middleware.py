@@ -8,8 +8,7 @@ import logging
 import re
 import socket
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,7 +23,7 @@ from server.context import Context
 from server.errors import ApiError
 from server.metrics import HttpMetrics
 from server.settings import ServerConfig
-from tests.server.live import MODEL, Live, live_server
+from tests.server.live import MODEL, Live, live_server, until
 from tests.server.scripted import Script, running
 
 COMPLETION = {"prompt": "hi", "max_tokens": 2}
@@ -61,13 +60,6 @@ def get(path: str, *headers: str) -> bytes:
 
 def statuses(answers: bytes) -> list[int]:
     return [int(status) for status in re.findall(rb"HTTP/1.1 (\d{3}) ", answers)]
-
-
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.01)
 
 
 # ---------------------------------------------------------------------- paths

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from tests.server.browser import (
+    MARKDOWN,
     browser,
     needs_browser,
     opened,
@@ -21,27 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["browser"]  # a fixture
 pytestmark = needs_browser
-
-MARKDOWN = """# Title
-
-Some **bold** and *slanted* text with `code` and [a link](https://example.org/path).
-
-1. first
-2. second
-   - inner
-
-```python
-x = "<b>&amp;</b>"
-y = 2
-```
-
-| planet | moons |
-|--------|------:|
-| Earth  | 1     |
-
-> quoted
-
-Done."""
 
 ATTACK = """<img src=x onerror="window.hit=1"> <script>window.hit=2</script>
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from server.settings import ServerConfig
 from tests.server.browser import (
+    MARKDOWN,
     browser,
     drawn_counts,
     feed_of,
@@ -25,27 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["browser"]  # a fixture
 pytestmark = needs_browser
-
-MARKDOWN = """# Title
-
-Some **bold** and *slanted* text with `code` and [a link](https://example.org/path).
-
-1. first
-2. second
-   - inner
-
-```python
-x = "<b>&amp;</b>"
-y = 2
-```
-
-| planet | moons |
-|--------|------:|
-| Earth  | 1     |
-
-> quoted
-
-Done."""
 
 
 def test_it_asks_for_the_key_and_keeps_it_to_itself(browser: Browser) -> None:

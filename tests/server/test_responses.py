@@ -14,7 +14,7 @@ import pytest
 
 from server.settings import ServerConfig
 from tests.server.live import MODEL, Live, live_server
-from tests.server.scripted import Script
+from tests.server.scripted import Script, closes
 
 REPLY = ["Hello", " there", ", how", " are you?"]
 
@@ -308,16 +308,6 @@ def test_a_later_failure_is_a_failed_response() -> None:
     assert last.response.error.code == "server_error"
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert last.response.output_text == "".join(deltas) == "".join(REPLY[:2])
-
-
-def closes(gate: threading.Event, step: int) -> Callable[[int], BaseException | None]:
-    """No failure: the model stands still after that step."""
-
-    def close(number: int) -> None:
-        if number == step:
-            gate.clear()
-
-    return close
 
 
 def test_a_client_that_leaves_aborts_its_request() -> None:
