@@ -156,7 +156,7 @@ class Intake:
                 "give token ids.",
                 param="prompt",
             )
-        ids = self.tokenizer.encode(text)
+        ids = self.tokenizer.encode(text, limit=self.limits.max_model_len)
         self._check_range("prompt", ids)  # a tokenizer may know more ids than the model
         return ids
 

@@ -84,7 +84,11 @@ async def open_chat(context: Context, request: ChatRequest, *, request_id: str) 
     params = _params(context, request)
     keep = tokens_to_keep(context, request, params.max_tokens)
     conversation = read_conversation(context, request)
-    text, ids = await context.engine.render_chat(conversation.messages, **conversation.options)
+    text, ids = await context.engine.render_chat(
+        conversation.messages,
+        limit=context.engine.info.max_model_len if keep is None else None,
+        **conversation.options,
+    )
     log = RequestLog(context, request_id, params, [text])
     run = await start_run(
         context,

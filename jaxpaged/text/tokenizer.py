@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LONG_TEXT = 4096
 """Characters from which a text is encoded without holding Python's lock."""
+_CHARS_PER_TOKEN = 8
+_CUT_WORD = 256
+"""Tokens that the cut at the end of a text's beginning may add, at the very most."""
 _HUB_PATTERNS = ["tokenizer*", "vocab*", "merges.txt", "*tokens*.json", "config.json", "*.jinja"]
 
 
@@ -86,11 +89,17 @@ class Tokenizer:
         template = self._templates.get("default")
         return template.text if template is not None else None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: int | None = None
+    ) -> list[int]:
         """Ids of a text. A text that already starts with the BOS token does not get a second one.
 
-        Raises `InvalidRequestError` for text that is not valid Unicode (lone surrogates).
+        With `limit`, a text of many more tokens is refused for what it begins with, before time
+        and memory go into the whole of it. Raises `InvalidRequestError` for that, and for text that
+        is not valid Unicode (lone surrogates).
         """
+        if limit is not None:
+            self._refuse_far_too_long(text, limit)
         ids = self._encode(text, add_special_tokens)
         bos = self.bos_token_id
         if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
@@ -99,6 +108,22 @@ class Tokenizer:
             if plain[:1] == [bos] and len(ids) > len(plain):
                 ids = ids[1:]
         return ids
+
+    def _refuse_far_too_long(self, text: str, limit: int) -> None:
+        # A beginning may end within a word, and then has a few tokens that the whole has not.
+        most = limit + _CUT_WORD
+        size = _CHARS_PER_TOKEN * most
+        while size < len(text):
+            count = len(self._encode(text[:size], False))
+            if count > most:
+                raise InvalidRequestError(
+                    f"This model's maximum context length is {limit} tokens. However, your prompt "
+                    f"of {len(text)} characters contains more than {count - _CUT_WORD} input "
+                    "tokens, which exceeds this limit even without any output tokens. Please "
+                    "reduce the length of the input prompt.",
+                    param="input_tokens",
+                )
+            size *= 4
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -180,11 +205,12 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template_content_format: str = "auto",
         add_special_tokens: bool = False,
+        limit: int | None = None,
         untrusted: bool = False,
     ) -> tuple[str, list[int]]:
         """One conversation as the model reads it: the template's text and its token ids.
 
-        Options and errors are those of `apply_chat_template`. Templates write BOS themselves, so
+        Options and errors are those of `apply_chat_template` and `encode`. Templates write BOS themselves, so
         `add_special_tokens` is off; with it on, a text that starts with BOS gets no second one.
         """
         text = self.apply_chat_template(
@@ -197,7 +223,7 @@ class Tokenizer:
             chat_template_content_format=chat_template_content_format,
             untrusted=untrusted,
         )
-        return text, self.encode(text, add_special_tokens=add_special_tokens)
+        return text, self.encode(text, add_special_tokens=add_special_tokens, limit=limit)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """The ids of `render_chat`."""

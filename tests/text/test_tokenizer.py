@@ -53,6 +53,32 @@ def test_long_texts_are_encoded_alike(make: Callable[[], Tokenizer], special: bo
         tokenizer.encode([1] * 5000)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_text_far_over_the_limit_is_refused_for_its_beginning(
+    make: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = make()
+    longest = 0
+    encode = tokenizer._encode
+
+    def watched(text: str, special: bool) -> list[int]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return encode(text, special)
+
+    monkeypatch.setattr(tokenizer, "_encode", watched)
+    text = "The quick brown fox. " * 50_000
+    with pytest.raises(InvalidRequestError, match=r"length is 20 tokens.*contains more than \d+"):
+        tokenizer.encode(text, limit=20)
+    assert longest < 10_000
+    # Whoever is near the limit is told the exact number, by whoever knows what else must fit.
+    count = len(encode(text[:2000], True))
+    assert len(tokenizer.encode(text[:2000], limit=count - 1)) == count
+    # Tokens may be long: then the whole text is looked at, and found to fit.
+    assert tokenizer.encode(text, limit=len(text)) == encode(text, True)
+    assert longest == len(text)
+
+
 def test_a_long_text_blocks_no_other_thread() -> None:
     tokenizer = byte_level()
     text = "The quick brown fox. " * 50_000
