@@ -12,18 +12,17 @@ import logging
 import os
 import secrets
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from tqdm import tqdm
 
 from jaxpaged import checks
 from jaxpaged.config import DTYPES, EngineConfig
 from jaxpaged.errors import ConfigError, JaxpagedError, ModelLoadError, UnsupportedModelError
+from jaxpaged.progress import progress_bar
 from jaxpaged.text.gguf_tokenizer import build_gguf_tokenizer
 from jaxpaged.text.tokenizer import TOKENIZER_FILES
 from jaxpaged.weights.gguf_file import GGUFFile
@@ -96,12 +95,11 @@ def convert(
         if not total:
             raise ModelLoadError(f"{source.path} holds no weights.")
         start = time.perf_counter()
-        bar = tqdm(
+        bar = progress_bar(
             total=total,
             desc="Converting",
             unit="B",
             unit_scale=True,
-            file=sys.stderr,
             disable=not progress,
         )
         with bar:

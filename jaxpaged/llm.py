@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.device.cluster import agree
@@ -16,6 +14,7 @@ from jaxpaged.engine import Engine
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.intake import Prompt
 from jaxpaged.outputs import EngineStats, RequestOutput
+from jaxpaged.progress import progress_bar
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.startup import build_engine
 from jaxpaged.text.tokenizer import Tokenizer
@@ -268,12 +267,11 @@ class _ProgressBar:
     """ "Processed prompts" with input and output tokens/s."""
 
     def __init__(self, total: int, *, disable: bool) -> None:
-        self._bar = tqdm(
+        self._bar = progress_bar(
             total=total,
             desc="Processed prompts",
             unit="prompt",
             dynamic_ncols=True,
-            file=sys.stderr,
             disable=disable,
         )
         self._input = self._output = 0

@@ -117,9 +117,8 @@ async def _run(
     source: int,
     lines: batch.LineWriter,
 ) -> int:
-    from tqdm import tqdm
-
     from jaxpaged.async_engine import AsyncEngine
+    from jaxpaged.progress import progress_bar
     from server.app import create_app
     from server.context import Context
     from server.metrics import HttpMetrics
@@ -131,7 +130,7 @@ async def _run(
     try:
         await engine.wait_ready()
         app = create_app(Context(engine=engine, settings=settings, http=HttpMetrics()))
-        with tqdm(unit=" requests", disable=config.disable_progress, file=sys.stderr) as bar:
+        with progress_bar(unit=" requests", disable=config.disable_progress) as bar:
             work = BatchRun(
                 app,
                 lines.write,

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tqdm import tqdm
 
 import jaxpaged
 import jaxpaged.convert
@@ -29,6 +28,7 @@ from jaxpaged import batch
 from jaxpaged.cli import main
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
+from jaxpaged.progress import progress_bar
 from jaxpaged.sampling_params import SamplingParams
 from tests.tiny_models import tiny_llama
 
@@ -519,7 +519,7 @@ def test_a_progress_bar_and_results_share_a_terminal(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "stderr", screen)
     engine = EchoLLM.__new__(EchoLLM)
     outputs = [engine.answer({"prompt": text}, SamplingParams()) for text in "ab"]
-    with tqdm(total=2, desc="bar", file=screen) as bar, batch.ResultWriter(None) as results:
+    with progress_bar(total=2, desc="bar") as bar, batch.ResultWriter(None) as results:
         for place, output in enumerate(outputs):
             results.add(place, output)
             bar.update()

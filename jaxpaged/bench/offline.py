@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm import tqdm
 
 from jaxpaged.bench import report
 from jaxpaged.bench.lengths import Shape
@@ -19,6 +18,7 @@ from jaxpaged.bench.prompts import Sample, id_samples
 from jaxpaged.bench.workload import custom_samples, shapes_of
 from jaxpaged.config import EngineConfig
 from jaxpaged.outputs import RequestOutput
+from jaxpaged.progress import progress_bar
 from jaxpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
     with LLM(config=config) as llm:
         ids = _ids(llm)
         rounds = args.num_iters_warmup + args.num_iters
-        for turn in tqdm(
-            range(rounds), unit="batch", disable=not _shows_progress(config), file=sys.stderr
-        ):
+        for turn in progress_bar(range(rounds), unit="batch", disable=not _shows_progress(config)):
             samples = id_samples(shapes, ids, config.seed + turn)
             prompts = [_prompt(llm, sample) for sample in samples]
             params = _params(samples, args)

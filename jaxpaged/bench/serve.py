@@ -16,8 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from jaxpaged import __version__
 from jaxpaged.bench import report
 from jaxpaged.bench.arrivals import Ramp, send_times
@@ -29,6 +27,7 @@ from jaxpaged.bench.target import Target, TargetError
 from jaxpaged.bench.wire import Client, WireError
 from jaxpaged.bench.workload import custom_samples, open_tokenizer, shapes_of
 from jaxpaged.config import client_api_key
+from jaxpaged.progress import progress_bar
 from jaxpaged.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -224,7 +223,7 @@ async def _run(
         ramp = Ramp(args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
     times = send_times(len(samples), args.request_rate, args.burstiness, args.seed, ramp)
     found: dict[int, Record] = {}
-    bar = tqdm(total=len(samples), unit="request", disable=args.disable_tqdm, file=sys.stderr)
+    bar = progress_bar(total=len(samples), unit="request", disable=args.disable_tqdm)
 
     def finished(index: int, record: Record) -> None:
         found[index] = record

@@ -210,8 +210,9 @@ class Tokenizer:
     ) -> tuple[str, list[int]]:
         """One conversation as the model reads it: the template's text and its token ids.
 
-        Options and errors are those of `apply_chat_template` and `encode`. Templates write BOS themselves, so
-        `add_special_tokens` is off; with it on, a text that starts with BOS gets no second one.
+        Options and errors are those of `apply_chat_template` and `encode`. Templates write BOS
+        themselves, so `add_special_tokens` is off; with it on, a text that starts with BOS gets no
+        second one.
         """
         text = self.apply_chat_template(
             messages,

@@ -364,7 +364,7 @@ class TestTarget:
                 names.update(p.name for p in partial.rglob("*"))
                 raise error
 
-        monkeypatch.setattr(convert_module, "tqdm", Bar)
+        monkeypatch.setattr(convert_module, "progress_bar", Bar)
         wanted = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else ConvertError
         with pytest.raises(wanted) as caught:
             convert(str(src), tmp_path / "dst", to=to)
