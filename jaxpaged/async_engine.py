@@ -55,6 +55,7 @@ class EngineInfo:
     """The null block included."""
     block_size: int
     dtype: str
+    cache_dtype: str
     tensor_parallel_size: int
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
@@ -422,6 +423,7 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
         num_blocks=scheduler.num_blocks,
         block_size=scheduler.block_size,
         dtype=engine.runner.dtype_name,
+        cache_dtype=engine.runner.cache_dtype_name,
         tensor_parallel_size=engine.runner.num_devices,
         eos_token_ids=limits.eos_token_ids,
         max_num_seqs=scheduler.max_num_seqs,

@@ -15,8 +15,9 @@ from jaxpaged import checks
 from jaxpaged.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3")
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "gguf", "dummy")
-ATTENTION_BACKENDS = ("auto", "reference")
+ATTENTION_BACKENDS = ("auto", "reference", "pallas_triton", "pallas_mosaic", "pallas_interpret")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_SEED = 2**64 - 1
 MAX_BUCKETS = 1024
@@ -47,7 +48,7 @@ class EngineConfig:
     load_format: str = "auto"
     """auto, safetensors, orbax, gguf, or dummy (random weights; only a config is read)."""
     dtype: str = "auto"
-    """Type of weights, activations and KV cache: auto, float32, bfloat16 or float16."""
+    """Type of weights and activations: auto, float32, bfloat16 or float16."""
     seed: int = 0
     """Seeds dummy weights and the seeds of requests that bring none."""
     max_model_len: int | str | None = None
@@ -58,6 +59,8 @@ class EngineConfig:
     """Token budget of one step; None is 1,024 on CPU, 8,192 on GPU."""
     block_size: int = 16
     """Tokens in one KV block."""
+    kv_cache_dtype: str = "auto"
+    """Type of the KV cache: auto (that of the activations), int8 or fp8 (fp8_e4m3)."""
     gpu_memory_utilization: float = 0.92
     """Share of device memory the engine may use, on accelerators."""
     device_memory_margin: int | str | None = None
@@ -79,7 +82,7 @@ class EngineConfig:
     max_logprobs: int = 20
     """Most logprobs a request may ask for; -1 is the whole vocabulary."""
     attention_backend: str = "auto"
-    """auto or reference."""
+    """auto, reference, pallas_triton, pallas_mosaic or pallas_interpret (slow, for tests)."""
     tensor_parallel_size: int | None = None
     """Devices to cut the model over; None is 1, or all devices of several processes."""
     coordinator: str | None = None
@@ -135,6 +138,11 @@ def _dtype(value: Any) -> str:
     return str(checks.choice(*DTYPES)(known))
 
 
+def _kv_cache_dtype(value: Any) -> str:
+    name = checks.choice(*KV_CACHE_DTYPES)(value)
+    return "fp8_e4m3" if name == "fp8" else str(name)
+
+
 def _model_len(value: Any) -> int | str:
     if isinstance(value, str) and value == "auto":
         return "auto"
@@ -174,6 +182,7 @@ _CHECKS: dict[str, checks.Check] = {
     "max_num_seqs": checks.optional(checks.integer(1)),
     "max_num_batched_tokens": checks.optional(checks.integer(1)),
     "block_size": checks.integer(1),
+    "kv_cache_dtype": _kv_cache_dtype,
     "gpu_memory_utilization": checks.number("a number in (0, 1]", lambda x: 0 < x <= 1),
     "device_memory_margin": checks.optional(checks.size(0)),
     "kv_cache_memory_bytes": checks.optional(checks.size(1)),

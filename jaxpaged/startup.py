@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from jaxpaged.config import (
     EngineConfig,
@@ -18,7 +16,8 @@ from jaxpaged.config import (
     integrity_checks_forced,
 )
 from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
-from jaxpaged.device.attention import choose_backend
+from jaxpaged.device.attention import AttentionSizes, PagedAttention
+from jaxpaged.device.attention_choice import choose_backend
 from jaxpaged.device.buckets import Buckets, choose_buckets
 from jaxpaged.device.cluster import agree, join, least
 from jaxpaged.device.kv_cache import KVLayout
@@ -30,7 +29,7 @@ from jaxpaged.device.memory_plan import (
     plan_memory,
     wanted_length,
 )
-from jaxpaged.device.model_loader import LoadedModel, load_model
+from jaxpaged.device.model_loader import LoadedModel, Placement, load_model, place_model
 from jaxpaged.device.runner import Progress, Runner, step_temporaries
 from jaxpaged.device.sampling_state import slot_state_bytes
 from jaxpaged.device.step import StepSettings
@@ -38,6 +37,7 @@ from jaxpaged.engine import Engine
 from jaxpaged.errors import ConfigError, InvalidRequestError
 from jaxpaged.intake import Intake, Limits
 from jaxpaged.models.registry import find_model, supported_architectures
+from jaxpaged.progress import progress_bar
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
 from jaxpaged.weights.source import ModelSource, resolve_source
@@ -63,14 +63,14 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     wanted_length(config, find_model(source.hf_config, str(source.path))[1])  # before the weights
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source, config)
     use_compile_cache(config)
-    loaded = load_model(config, source)
+    placement = place_model(config, source)
+    backend = _choose_backend(config, placement)  # refuses before the weights are read
+    loaded = load_model(config, source, placement)
     agree("models", loaded.config)
     num_seqs, budget = _batch_limits(config)
     buckets = choose_buckets(
         num_seqs, budget, decode=config.decode_buckets, prefill=config.prefill_buckets
     )
-    backend, reason = choose_backend(config.attention_backend, loaded.config, config.block_size)
-    _log.info("Attention backend: %s (%s).", backend.name, reason)
     vocab = loaded.config.vocab_size
     settings = StepSettings(
         block_size=config.block_size,
@@ -79,7 +79,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         drawable=vocab if tokenizer is None else min(vocab, tokenizer.vocab_size),
         kv_layout=KVLayout.of(loaded.config),
     )
-    plan = _plan(config, loaded, buckets, settings, num_seqs, budget, fraction)
+    plan = _plan(config, loaded, backend, buckets, settings, num_seqs, budget, fraction)
     scheduler = Scheduler(_scheduler_config(config, loaded, plan, num_seqs, budget))
     runner = Runner(
         config,
@@ -122,6 +122,20 @@ def _show_log(config: EngineConfig) -> None:
         logger.setLevel(logging.INFO)
 
 
+def _choose_backend(config: EngineConfig, placement: Placement) -> PagedAttention:
+    sizes = AttentionSizes.of(
+        placement.config,
+        block_size=config.block_size,
+        dtype=placement.dtype,
+        cache_dtype=placement.cache_dtype,
+    )
+    device = placement.mesh.local_devices[0]
+    backend, reason = choose_backend(config.attention_backend, sizes, device)
+    _log.info("Attention backend: %s (%s).", backend.name, reason)
+    agree("attention backends", backend.name)
+    return backend
+
+
 def _batch_limits(config: EngineConfig) -> tuple[int, int]:
     """max_num_seqs and the token budget, defaulted by the device and clipped to each other."""
     seqs, budget = DEFAULTS.get(jax.default_backend(), ACCELERATOR_DEFAULTS)
@@ -138,6 +152,7 @@ def _batch_limits(config: EngineConfig) -> tuple[int, int]:
 def _plan(
     config: EngineConfig,
     loaded: LoadedModel,
+    backend: PagedAttention,
     buckets: Buckets,
     settings: StepSettings,
     num_seqs: int,
@@ -148,7 +163,7 @@ def _plan(
     length = asked if isinstance(asked, int) else loaded.config.max_position
     inputs = MemoryInputs(
         weight_bytes=loaded.weight_bytes,
-        step_bytes=lambda: step_temporaries(config, loaded, buckets, settings, num_seqs, length),
+        step_bytes=lambda: step_temporaries(loaded, backend, buckets, settings, num_seqs, length),
         slot_bytes=slot_state_bytes(num_seqs, length),
         device_bytes=device_memory(
             loaded.mesh.local_devices[0], config.gpu_memory_utilization, fraction
@@ -157,7 +172,7 @@ def _plan(
         max_tokens_in_step=budget,
         host_devices=len(loaded.mesh.local_devices),
     )
-    plan = plan_memory(config, loaded.config, loaded.dtype, num_seqs, inputs)
+    plan = plan_memory(config, loaded.config, loaded.cache_dtype, num_seqs, inputs)
     # Processes with different memory must still agree.
     plan = dataclasses.replace(
         plan, num_blocks=least(plan.num_blocks), max_model_len=least(plan.max_model_len)
@@ -198,11 +213,10 @@ def _scheduler_config(
 
 
 def _warm_up(runner: Runner, config: EngineConfig, tell: Progress | None) -> None:
-    with tqdm(
+    with progress_bar(
         total=len(runner.buckets.shapes) + 1,
         desc="Compiling",
         unit="program",
-        file=sys.stderr,
         disable=config.disable_progress,
     ) as bar:
 

@@ -1,7 +1,6 @@
 """Paged attention in plain jnp: the oracle of every kernel, and the CPU backend.
 
-Shapes: `D` decode rows, `P` prefill tokens, `R` rows of the block table, `M` block-table width, `N`
-query heads, `K` KV heads, `G = N / K`, `H` head_dim, `S` slots of a pool (num_blocks x block_size).
+For the letters in shapes see `paged_kv`.
 
 Two properties matter more here than speed:
 
@@ -15,6 +14,10 @@ Two properties matter more here than speed:
   same reason: XLA:CPU orders a `reduce` differently for different shapes. The softmax is in base 2
   with its running maximum rounded up to a whole number: rescaling is then exact, and it no longer
   matters whether the compiler fuses a multiplication and an addition into one rounding.
+
+An 8-bit cache is dequantised chunk by chunk, and everything after that is float32 whatever type the
+queries have: no error comes on top of that of the quantisation, and a token's bits depend on its
+neighbours as little as before, because dequantising knows no neighbours.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.paged_kv import PagedKV, PrefillTiles
+from pallas_kernels.quantize import dequantize, quantize
 
 CHUNK = 64
 """Context tokens summed at a time. A multiple of every SIMD width, whatever the block size."""
@@ -51,22 +57,55 @@ def load_pool(raw: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def store_pool(values: jax.Array, pool_dtype: jnp.dtype) -> jax.Array:
     """Values as the pool stores them: 16-bit floats live as uint16 on CPU, where XLA would
-    otherwise convert the whole pool to float32 around a scatter.
+    otherwise convert the whole pool to float32 around a scatter, and float8 as uint8.
     """
     if values.dtype == pool_dtype:
         return values
     return lax.bitcast_convert_type(values, pool_dtype)
 
 
-def write_kv(pool: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
-    """Scatter `values` [T, K, H] into `pool` [S, K, H] at `slots` [T]; slots out of range are
-    dropped.
+def write_kv(kv: PagedKV, k: jax.Array, v: jax.Array | None, slots: jax.Array) -> PagedKV:
+    """The cache with `k` [T, K, H] and `v` [T, K, HV] (None in a latent cache) at `slots` i32 [T],
+    which are all different; slots out of range are dropped. An 8-bit cache gets them quantised.
     """
+    new_k, k_scale = _write_pool(kv.k, kv.k_scale, k, slots)
+    if kv.v is None or v is None:
+        return PagedKV(new_k, None, k_scale)
+    new_v, v_scale = _write_pool(kv.v, kv.v_scale, v, slots)
+    return PagedKV(new_k, new_v, k_scale, v_scale)
+
+
+def _write_pool(
+    pool: jax.Array, scales: jax.Array | None, values: jax.Array, slots: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    if scales is not None:
+        values, scale = quantize(values, _dtype_8_bit(pool))
+        scales = _scatter(scales, scale[..., 0], slots)
+    return _scatter(pool, store_pool(values, pool.dtype), slots), scales
+
+
+def _scatter(pool: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
     return pool.at[slots].set(
-        store_pool(values, pool.dtype),
+        rows,
         mode="drop",
         unique_indices=True,
         wrap_negative_indices=False,
+    )
+
+
+def _dtype_8_bit(pool: jax.Array) -> jnp.dtype:
+    return jnp.dtype(jnp.float8_e4m3fn) if pool.dtype == jnp.uint8 else pool.dtype
+
+
+def _gather(
+    pool: jax.Array, scales: jax.Array | None, slots: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
+    """What the cache says at `slots` [W, C]: [W, C, K, H]."""
+    raw = jnp.take(pool, slots, axis=0, mode="clip")
+    if scales is None:
+        return load_pool(raw, dtype)
+    return dequantize(
+        load_pool(raw, _dtype_8_bit(pool)), jnp.take(scales, slots, axis=0, mode="clip")
     )
 
 
@@ -87,20 +126,12 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(biased << 23, jnp.float32)
 
 
-def _value_dim(v_pool: jax.Array | None, given: int | None) -> int:
-    if v_pool is not None:
-        return int(v_pool.shape[2])
-    assert given is not None, "values that are part of the keys need value_dim"
-    return given
-
-
 @functools.partial(jax.named_call, name="attend_group")
 def _attend_group(
     q: jax.Array,  # [W, K, m, H], m = tile tokens x G (padded to MIN_MATMUL_ROWS)
     q_pos: jax.Array,  # i32 [W, m] absolute position of each query; -1 = padding
     tables: jax.Array,  # i32 [W, M] block ids
-    k_pool: jax.Array,  # [S, K, H]
-    v_pool: jax.Array | None,  # [S, K, HV]; None: the first HV elements of K
+    kv: PagedKV,
     *,
     block_size: int,
     scale: float,
@@ -108,6 +139,8 @@ def _attend_group(
     soft_cap: float | None,
     value_dim: int,
 ) -> jax.Array:  # f32 [W, K, m, HV]
+    if kv.quantized:
+        q = q.astype(jnp.float32)
     dtype = q.dtype
     width, heads, rows, _ = q.shape
     first_chunk, num_chunks = _chunks(q_pos, window)
@@ -118,11 +151,8 @@ def _attend_group(
         pos = index * CHUNK + lax.iota(jnp.int32, CHUNK)
         blocks = jnp.take(tables, pos // block_size, axis=1, mode="clip")
         slots = blocks * block_size + (pos % block_size)[None, :]
-        k = load_pool(jnp.take(k_pool, slots, axis=0, mode="clip"), dtype)  # [W, C, K, H]
-        if v_pool is None:
-            v = k[..., :value_dim]
-        else:
-            v = load_pool(jnp.take(v_pool, slots, axis=0, mode="clip"), dtype)
+        k = _gather(kv.k, kv.k_scale, slots, dtype)  # [W, C, K, H]
+        v = k[..., :value_dim] if kv.v is None else _gather(kv.v, kv.v_scale, slots, dtype)
         # Slots past the context hold whatever was there: 0 x NaN must not reach the sum.
         v = jnp.where((pos[None, :] <= context[:, None])[:, :, None, None], v, jnp.zeros((), dtype))
         scores = lax.dot_general(
@@ -171,8 +201,7 @@ def _chunks(q_pos: jax.Array, window: int | None) -> tuple[jax.Array | int, jax.
 
 def paged_decode(
     q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array | None,
+    kv: PagedKV,
     block_tables: jax.Array,
     positions: jax.Array,
     *,
@@ -184,15 +213,15 @@ def paged_decode(
 ) -> jax.Array:
     """Attention of one query token a row over its paged context.
 
-    Args: `q` [D, N, H]; pools [S, K, H]; `block_tables` i32 [D, M]; `positions` i32 [D], the
+    Args: `q` [D, N, H]; `block_tables` i32 [D, M]; `positions` i32 [D], the
     position of each row's token (its context is positions 0..p, already written), -1 for padding
     rows, which stand last and give zeros. Rows of similar length should stand together: a group of
     rows costs what its longest one does. Returns [D, N, H] in q's type.
     """
     rows, num_heads, dim = q.shape
-    kv_heads = k_pool.shape[1]
+    kv_heads = kv.k.shape[1]
     group = num_heads // kv_heads
-    dim_out = _value_dim(v_pool, value_dim)
+    dim_out = kv.value_dim(value_dim)
     padded = max(MIN_MATMUL_ROWS, group)
     width = TILES_PER_GROUP
     tail = -rows % width
@@ -210,8 +239,7 @@ def paged_decode(
             lax.dynamic_slice_in_dim(q, first, width),
             jnp.broadcast_to(pos[:, None], (width, padded)),
             lax.dynamic_slice_in_dim(block_tables, first, width),
-            k_pool,
-            v_pool,
+            kv,
             block_size=block_size,
             scale=scale,
             window=window,
@@ -230,15 +258,9 @@ def paged_decode(
 
 def paged_prefill(
     q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array | None,
+    kv: PagedKV,
     block_tables: jax.Array,
-    tile_row: jax.Array,
-    tile_start: jax.Array,
-    tile_len: jax.Array,
-    tile_position: jax.Array,
-    token_tile: jax.Array,
-    num_tiles: jax.Array,
+    tiles: PrefillTiles,
     *,
     tile: int,
     block_size: int,
@@ -250,18 +272,14 @@ def paged_prefill(
     """Causal attention of new tokens over their paged context, which includes themselves (already
     written).
 
-    The tokens come in tiles of at most `tile` consecutive tokens of one row. Args: `q` [P, N, H];
-    pools [S, K, H]; `block_tables` i32 [R, M]; per tile, i32 [NT] with NT a multiple of
-    `TILES_PER_GROUP`: `tile_row` its row of the table, `tile_start` its first token in q,
-    `tile_len` its tokens (0 for padding), `tile_position` the absolute position of its first token;
-    `token_tile` i32 [P]: for each token, tile index x `tile` + offset in the tile; `num_tiles` i32
-    [] the tiles that are not padding. Returns [P, N, H] in q's type; rows of tokens that are in no
-    tile are meaningless.
+    Args: `q` [P, N, H]; `block_tables` i32 [R, M]; `tiles` of at most `tile` tokens, their number a
+    multiple of `TILES_PER_GROUP`. Returns [P, N, H] in q's type; rows of tokens that are in no tile
+    are meaningless.
     """
     _, num_heads, dim = q.shape
-    kv_heads = k_pool.shape[1]
+    kv_heads = kv.k.shape[1]
     group = num_heads // kv_heads
-    dim_out = _value_dim(v_pool, value_dim)
+    dim_out = kv.value_dim(value_dim)
     rows = max(MIN_MATMUL_ROWS, tile * group)
     width = TILES_PER_GROUP
     offsets = lax.iota(jnp.int32, tile)[None, :]
@@ -269,18 +287,17 @@ def paged_prefill(
     def one_group(index: jax.Array, out: jax.Array) -> jax.Array:
         first = index * width
         take = functools.partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=width)
-        length = take(tile_len)[:, None]
-        tokens = jnp.take(q, take(tile_start)[:, None] + offsets, axis=0, mode="clip")
+        length = take(tiles.length)[:, None]
+        tokens = jnp.take(q, take(tiles.start)[:, None] + offsets, axis=0, mode="clip")
         tokens = tokens.reshape(width, tile, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
         tokens = tokens.reshape(width, kv_heads, tile * group, dim)
-        pos = jnp.where(offsets < length, take(tile_position)[:, None] + offsets, -1)
+        pos = jnp.where(offsets < length, take(tiles.position)[:, None] + offsets, -1)
         pos = jnp.repeat(pos, group, axis=1, total_repeat_length=tile * group)
         result = _attend_group(
             jnp.pad(tokens, ((0, 0), (0, 0), (0, rows - tile * group), (0, 0))),
             jnp.pad(pos, ((0, 0), (0, rows - tile * group)), constant_values=-1),
-            jnp.take(block_tables, take(tile_row), axis=0, mode="clip"),
-            k_pool,
-            v_pool,
+            jnp.take(block_tables, take(tiles.row), axis=0, mode="clip"),
+            kv,
             block_size=block_size,
             scale=scale,
             window=window,
@@ -291,7 +308,8 @@ def paged_prefill(
         result = result.reshape(width, tile, num_heads, dim_out).astype(q.dtype)
         return lax.dynamic_update_slice_in_dim(out, result, first, 0)
 
-    count = tile_row.shape[0]
+    count = tiles.row.shape[0]
     out = jnp.zeros((count, tile, num_heads, dim_out), q.dtype)
-    out = lax.fori_loop(0, (num_tiles + width - 1) // width, one_group, out)
-    return jnp.take(out.reshape(count * tile, num_heads, dim_out), token_tile, axis=0, mode="clip")
+    out = lax.fori_loop(0, (tiles.count + width - 1) // width, one_group, out)
+    out = out.reshape(count * tile, num_heads, dim_out)
+    return jnp.take(out, tiles.token_tile, axis=0, mode="clip")

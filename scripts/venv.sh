@@ -44,3 +44,20 @@ use_venv() {
         [ -z "$1" ] || echo "$wanted" >"$VENV/.jaxpaged-base"
     fi
 }
+
+# use_gpu_compiler: installs what compiles the GPU kernels without a GPU, which some tests need, in
+# a folder of its own: jax would try a plugin that it finds in every process. Where that cannot be
+# done, those tests skip with a reason; nothing fails here.
+use_gpu_compiler() {
+    [ "${AOT:-yes}" != no ] || return 0
+    wheels=$("$VENV/bin/python" scripts/aot_wheels.py) || return 0
+    [ -n "$wheels" ] || return 0
+    echo "Installing a compiler for GPU kernels (about 240 MB to fetch; AOT=no leaves it out)" >&2
+    log="$VENV/.jaxpaged-aot.log"
+    # shellcheck disable=SC2086 # one argument each
+    if ! "$VENV/bin/python" -m pip install --quiet --no-deps --upgrade --retries 1 \
+        --target "$VENV/aot-wheels" $wheels >"$log" 2>&1; then
+        echo "note: it could not be installed; the tests that need it skip. pip says:" >&2
+        tail -n 3 "$log" >&2
+    fi
+}

@@ -77,7 +77,7 @@ class EngineCollector(Collector):
             "block_size": info.block_size,
             "num_gpu_blocks": info.num_blocks,
             "num_gpu_blocks_override": config.num_gpu_blocks_override,
-            "cache_dtype": info.dtype,
+            "cache_dtype": info.cache_dtype,
             "enable_prefix_caching": info.enable_prefix_caching,
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "kv_cache_memory_bytes": config.kv_cache_memory_bytes,

@@ -52,6 +52,7 @@ FLAGS: dict[str, Foreign] = {
     "preemption-mode": _nothing(_RECOMPUTED),
     "disable-log-requests": _switch("requests are logged only with --enable-log-requests"),
     "use-v2-block-manager": _switch("there is one block pool"),
+    "calculate-kv-scales": _switch("an 8-bit KV cache always has its scales computed"),
     "num-lookahead-slots": _nothing("blocks are reserved as steps need them"),
     "num-scheduler-steps": _nothing("the next step is launched before the last one has ended"),
     "multi-step-stream-outputs": _nothing("see --stream-interval"),
@@ -97,8 +98,6 @@ FLAGS: dict[str, Foreign] = {
     "quantization": _lacking(
         "quantising on the fly; GGUF files are read as they are", *_OBVIOUS, "gguf", short="-q"
     ),
-    "kv-cache-dtype": _lacking("another type for the KV cache than --dtype", "auto"),
-    "calculate-kv-scales": _lacking("a KV cache in FP8", takes_value=False),
     "speculative-config": _lacking(_SPECULATION, *_OBVIOUS, "{}", short="-sc"),
     "speculative-model": _lacking(_SPECULATION, *_OBVIOUS),
     "num-speculative-tokens": _lacking(_SPECULATION, "0"),

@@ -26,8 +26,9 @@ GROUPS: dict[str, tuple[type, tuple[str, ...]]] = {
     "memory": (
         EngineConfig,
         (
-            *("max_model_len", "block_size", "gpu_memory_utilization", "device_memory_margin"),
-            *("kv_cache_memory_bytes", "num_gpu_blocks_override", "enable_prefix_caching"),
+            *("max_model_len", "block_size", "kv_cache_dtype", "gpu_memory_utilization"),
+            *("device_memory_margin", "kv_cache_memory_bytes", "num_gpu_blocks_override"),
+            "enable_prefix_caching",
         ),
     ),
     "scheduling": (

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jaxpaged", "pallas_kernels", "server")
 
-BASE = {"errors", "checks", "config", "sampling_params", "outputs"}
+BASE = {"errors", "checks", "config", "sampling_params", "outputs", "progress"}
 MODEL_SIDE = BASE | {"sharding", "weights", "models"}
 ENGINE_SIDE = MODEL_SIDE | {"core", "text", "device", "metrics"}
 COMMANDS = {"jobs", "batch", "convert", "bench", "run_batch", "chat_client", "chat_connection"}
@@ -23,6 +23,7 @@ COMMAND_SIDE = ENGINE_SIDE | COMMANDS | {"engine", "async_engine", "llm", "flags
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "checks": set(),
+    "progress": set(),
     "outputs": set(),
     "config": {"errors", "checks"},
     "sampling_params": {"errors", "checks"},

@@ -4,14 +4,43 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from jax import monitoring
 
 _log = logging.getLogger(__name__)
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+
+
+@contextmanager
+def known_deprecations() -> Iterator[None]:
+    """Around what lowers programs: JAX 0.11 and later say at each lowering that Pallas Triton is
+    deprecated. That is ours to act on; users would read it as theirs.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
+        )
+        yield
+
+
+@contextmanager
+def _first_calls(hits: list[str]) -> Iterator[None]:
+    """Add an entry to `hits` for each program that the persistent cache has."""
+
+    def listen(event: str, **_: object) -> None:
+        if event == _CACHE_HIT_EVENT:
+            hits.append(event)
+
+    monitoring.register_event_listener(listen)
+    try:
+        with known_deprecations():
+            yield
+    finally:
+        monitoring.unregister_event_listener(listen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +74,11 @@ class CompileLedger:
         """Around a call that may compile `program`. Costs two integer reads when it does not."""
         before, start = self._traces, time.perf_counter()
         hits: list[str] = []
-
-        def listen(event: str, **_: object) -> None:
-            if event == _CACHE_HIT_EVENT:
-                hits.append(event)
-
-        # After warm-up the listener is left out: it is for the record only, and each call would pay
-        # for it.
-        if not self.warm:
-            monitoring.register_event_listener(listen)
+        # After warm-up it is for the record only, and each call would pay for it.
         try:
-            yield
+            with nullcontext() if self.warm else _first_calls(hits):
+                yield
         finally:
-            if not self.warm:
-                monitoring.unregister_event_listener(listen)
             if self._traces != before:
                 milliseconds = 1e3 * (time.perf_counter() - start)
                 self.records.append(CompileRecord(program, milliseconds, bool(hits), self.warm))

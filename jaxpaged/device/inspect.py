@@ -18,8 +18,10 @@ from jax.sharding import PartitionSpec
 
 from jaxpaged.core.plan import ScheduledRow
 from jaxpaged.core.request import Request
-from jaxpaged.device.attention import choose_backend
+from jaxpaged.device.attention import AttentionSizes
+from jaxpaged.device.attention_choice import choose_backend
 from jaxpaged.device.buckets import ROW_MULTIPLE, StepShape
+from jaxpaged.device.compile_ledger import known_deprecations
 from jaxpaged.device.kv_cache import KVLayout, make_pools
 from jaxpaged.device.model_loader import LoadedModel
 from jaxpaged.device.packing import RowRequest, pack
@@ -66,7 +68,10 @@ def make_forward(
     for no tokens, more than the model has positions, and ids outside the vocabulary.
     """
     model = loaded.config
-    backend, _ = choose_backend(attention_backend, model, block_size)
+    sizes = AttentionSizes.of(
+        model, block_size=block_size, dtype=loaded.dtype, cache_dtype=loaded.cache_dtype
+    )
+    backend, _ = choose_backend(attention_backend, sizes, loaded.mesh.local_devices[0])
     kv_layout = KVLayout.of(model)
     settings = StepSettings(block_size, 0, model.vocab_size, model.vocab_size, kv_layout)
     run = _program(loaded, make_trunk(loaded.parts, backend, settings))
@@ -80,9 +85,10 @@ def make_forward(
         fields = row_fields(SamplingParams(temperature=0.0), 0, vocab_size=model.vocab_size)
         packed = pack([row], [RowRequest(fields, 0, True)], layout, 1)
         blocks = 1 + len(kv_layout.windows) * layout.table_width
-        pools = make_pools(model, blocks, block_size, loaded.dtype, loaded.mesh)
+        pools = make_pools(model, blocks, block_size, loaded.cache_dtype, loaded.mesh)
         state = EngineState(pools, empty_slot_state(1, padded))
-        logits, hidden = run(loaded.weights, state, packed.ints, layout)
+        with known_deprecations():
+            logits, hidden = run(loaded.weights, state, packed.ints, layout)
         # A single token is packed as a decode row.
         start = packed.prompt_start[0]
         first = packed.order[0] if start < 0 else layout.shape.rows + start

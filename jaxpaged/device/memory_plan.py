@@ -15,6 +15,7 @@ from jaxpaged.core.kv_groups import blocks_for_sequence
 from jaxpaged.device.kv_cache import KVLayout, block_bytes, max_blocks
 from jaxpaged.errors import ConfigError
 from jaxpaged.models.config import ModelConfig
+from pallas_kernels.paged_kv import is_8_bit
 
 GIB = 2**30
 CPU_SHARE = 0.25
@@ -69,16 +70,16 @@ def device_memory(device: jax.Device, utilization: float, fraction: float) -> in
 def plan_memory(
     config: EngineConfig,
     model: ModelConfig,
-    dtype: jnp.dtype,
+    cache_dtype: jnp.dtype,
     max_num_seqs: int,
     inputs: MemoryInputs,
 ) -> MemoryPlan:
-    """Decide num_blocks and max_model_len.
+    """Decide num_blocks and max_model_len, for a KV cache of this type.
 
     Raises `ConfigError` when nothing is left for KV, or when a max_model_len that was asked for
     does not fit; the message names the largest that would.
     """
-    per_block = block_bytes(model, config.block_size, dtype)
+    per_block = block_bytes(model, config.block_size, cache_dtype)
     windows = KVLayout.of(model).windows
     wanted_len = wanted_length(config, model)
 
@@ -130,12 +131,15 @@ def plan_memory(
     length = _fit_length(config, wanted_len, usable, per_block, blocks_for)
     per_token = per_block * len(windows) // config.block_size
     concurrency = usable / blocks_for(length)
+    told_type = jnp.dtype(cache_dtype).name
+    if is_8_bit(cache_dtype):
+        told_type += " and float32 scales"
     of_windows = ""
     if any(windows):
         sizes = ", ".join("all" if w is None else f"{w:,}" for w in windows)
         of_windows = f"; groups of layers that keep so many tokens: {sizes}"
     rows += [
-        ("KV per token", f"{per_token} B ({jnp.dtype(dtype).name}){of_windows}"),
+        ("KV per token", f"{per_token} B ({told_type}){of_windows}"),
         ("KV blocks", f"{blocks} of {config.block_size} tokens, {_gib(blocks * per_block)}"),
     ]
     tokens = usable * config.block_size // len(windows)

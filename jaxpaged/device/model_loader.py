@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.device.cluster import choose_devices
+from jaxpaged.device.kv_cache import cache_dtype
 from jaxpaged.device.step import ModelParts, Weights, take_apart
+from jaxpaged.models.base import CausalLM
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.loading import DummyReader, load_parameters, settle_tying
 from jaxpaged.models.registry import find_model
+from jaxpaged.progress import progress_bar
 from jaxpaged.sharding import make_mesh
 from jaxpaged.weights.reader import TensorReader, open_reader
 from jaxpaged.weights.source import ModelSource
@@ -29,11 +30,25 @@ _CPU_BF16_FLAGS = ("avx512_bf16", "amx_bf16")
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """What will run, where and in which types; known before a weight is read."""
+
+    model_class: type[CausalLM]
+    config: ModelConfig
+    """Cut over the mesh."""
+    mesh: Mesh
+    dtype: jnp.dtype
+    cache_dtype: jnp.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     config: ModelConfig
     parts: ModelParts
     weights: Weights
     dtype: jnp.dtype
+    cache_dtype: jnp.dtype
+    """Of the KV cache."""
     mesh: Mesh
     weight_bytes: int
     """On one device."""
@@ -70,16 +85,32 @@ def _cpu_multiplies_bf16() -> bool:
     return any(flag in flags for flag in _CPU_BF16_FLAGS)
 
 
-def load_model(config: EngineConfig, source: ModelSource) -> LoadedModel:
+def place_model(config: EngineConfig, source: ModelSource) -> Placement:
+    """Raises `UnsupportedModelError`, `ModelLoadError`, or `ConfigError` for what the devices or
+    the model do not allow.
+    """
+    model_class, model_config = find_model(source.hf_config, str(source.path))
+    devices = choose_devices(config)
+    dtype = choose_dtype(config, source, devices[0].platform)
+    return Placement(
+        model_class,
+        model_config.over(len(devices)),
+        make_mesh(devices),
+        dtype,
+        cache_dtype(config.kv_cache_dtype, dtype),
+    )
+
+
+def load_model(
+    config: EngineConfig, source: ModelSource, placement: Placement | None = None
+) -> LoadedModel:
     """Read (or, for load_format "dummy", make up) all weights and put them on the mesh.
 
     Raises `UnsupportedModelError` or `ModelLoadError`; nothing is left on the device then.
     """
-    model_class, model_config = find_model(source.hf_config, str(source.path))
-    devices = choose_devices(config)
-    model_config = model_config.over(len(devices))
-    mesh = make_mesh(devices)
-    dtype = choose_dtype(config, source, devices[0].platform)
+    placement = placement or place_model(config, source)
+    model_class, model_config, mesh = placement.model_class, placement.config, placement.mesh
+    dtype = placement.dtype
     reader: TensorReader
     if source.kind == "dummy":
         reader = DummyReader(model_class.sources(model_config), config.seed)
@@ -90,12 +121,11 @@ def load_model(config: EngineConfig, source: ModelSource) -> LoadedModel:
     shapes = parts.shapes
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes.values())
     start = time.perf_counter()
-    with tqdm(
+    with progress_bar(
         total=total,
         desc="Loading weights",
         unit="B",
         unit_scale=True,
-        file=sys.stderr,
         disable=config.disable_progress,
     ) as bar:
         params = load_parameters(
@@ -109,8 +139,8 @@ def load_model(config: EngineConfig, source: ModelSource) -> LoadedModel:
         source.name,
         model_config.architecture,
         dtype.name,
-        len(devices),
-        "" if len(devices) == 1 else "s",
+        mesh.size,
+        "" if mesh.size == 1 else "s",
         seconds,
         total / seconds / 1e9,
     )
@@ -121,4 +151,12 @@ def load_model(config: EngineConfig, source: ModelSource) -> LoadedModel:
         for shard in value.addressable_shards
         if shard.device == here
     )
-    return LoadedModel(model_config, parts, parts.weights(params), dtype, mesh, weight_bytes)
+    return LoadedModel(
+        model_config,
+        parts,
+        parts.weights(params),
+        dtype,
+        placement.cache_dtype,
+        mesh,
+        weight_bytes,
+    )

@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.plan import ScheduledRow
-from jaxpaged.device.attention import AttentionBackend, choose_backend
+from jaxpaged.device.attention import PagedAttention
 from jaxpaged.device.buckets import Buckets, StepShape
-from jaxpaged.device.compile_ledger import CompileLedger
-from jaxpaged.device.kv_cache import KVLayout, make_pools, pool_axes
+from jaxpaged.device.compile_ledger import CompileLedger, known_deprecations
+from jaxpaged.device.kv_cache import KVLayout, make_pools, pool_specs
 from jaxpaged.device.model_loader import LoadedModel
 from jaxpaged.device.packing import Layout, PackedStep, RowRequest, is_decode, pack
 from jaxpaged.device.sampler import HostSamples, unpack
@@ -35,7 +35,6 @@ from jaxpaged.device.step import (
 )
 from jaxpaged.errors import ConfigError
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.sharding import partition_spec
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -68,7 +67,7 @@ class Runner:
         self,
         config: EngineConfig,
         loaded: LoadedModel,
-        backend: AttentionBackend,
+        backend: PagedAttention,
         buckets: Buckets,
         *,
         num_blocks: int,
@@ -83,6 +82,7 @@ class Runner:
         self.num_blocks = num_blocks
         self._model: ModelConfig = loaded.config
         self._dtype = loaded.dtype
+        self._cache_dtype = loaded.cache_dtype
         self._mesh = loaded.mesh
         self._block_size = config.block_size
         self._backend = backend
@@ -109,8 +109,13 @@ class Runner:
 
     @property
     def dtype_name(self) -> str:
-        """Of weights, activations and KV cache."""
+        """Of weights and activations."""
         return jnp.dtype(self._dtype).name
+
+    @property
+    def cache_dtype_name(self) -> str:
+        """Of the KV cache."""
+        return jnp.dtype(self._cache_dtype).name
 
     @property
     def num_devices(self) -> int:
@@ -144,13 +149,16 @@ class Runner:
             ) from error
 
     def _new_state(self) -> EngineState:
-        pools = make_pools(self._model, self.num_blocks, self._block_size, self._dtype, self._mesh)
+        pools = make_pools(
+            self._model, self.num_blocks, self._block_size, self._cache_dtype, self._mesh
+        )
         return EngineState(pools, self._make_slots())
 
     @property
     def state_shardings(self) -> EngineState:
         shardings: EngineState = jax.tree.map(
-            functools.partial(NamedSharding, self._mesh), state_specs(self._model)
+            functools.partial(NamedSharding, self._mesh),
+            state_specs(self._model, self._cache_dtype),
         )
         return shardings
 
@@ -174,10 +182,12 @@ class Runner:
         ]
 
     def read_pool(self, layer: int) -> tuple[npt.NDArray[np.generic], ...]:
-        """A copy of one layer's K and V pool as stored, for tests and debugging."""
+        """A copy of one layer's K and V pool as stored, and their scales where it has some; for
+        tests and debugging.
+        """
         assert self._state is not None
         pools = self._state.kv[self._kv_layout.pool_of[layer]]
-        return tuple(np.array(pool, copy=True) for pool in pools)
+        return tuple(np.array(pool, copy=True) for pool in jax.tree.leaves(pools))
 
     # ------------------------------------------------------------------ steps
 
@@ -251,8 +261,8 @@ class Runner:
 
 
 def step_temporaries(
-    config: EngineConfig,
     loaded: LoadedModel,
+    backend: PagedAttention,
     buckets: Buckets,
     settings: StepSettings,
     max_num_seqs: int,
@@ -264,12 +274,11 @@ def step_temporaries(
     Nothing is allocated: the program is lowered from shapes. (XLA's peak_memory is no use here;
     temp is.)
     """
-    backend, _ = choose_backend(config.attention_backend, loaded.config, config.block_size)
     shape = StepShape(buckets.max_rows, buckets.prefill[-1])
-    layout = layout_of(shape, max_model_len, config.block_size, backend, settings.kv_layout)
+    layout = layout_of(shape, max_model_len, settings.block_size, backend, settings.kv_layout)
     state = jax.eval_shape(
         lambda: EngineState(
-            make_pools(loaded.config, 2, config.block_size, loaded.dtype, loaded.mesh),
+            make_pools(loaded.config, 2, settings.block_size, loaded.cache_dtype, loaded.mesh),
             empty_slot_state(max_num_seqs, max_model_len),
         )
     )
@@ -280,7 +289,8 @@ def step_temporaries(
     )
     ints = jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32)
     floats = jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32)
-    compiled = step.lower(loaded.weights, state, ints, floats, layout).compile()
+    with known_deprecations():
+        compiled = step.lower(loaded.weights, state, ints, floats, layout).compile()
     analysis = compiled.memory_analysis()
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
@@ -294,19 +304,18 @@ def layout_of(
     shape: StepShape,
     max_model_len: int,
     block_size: int,
-    backend: AttentionBackend,
+    backend: PagedAttention,
     kv_layout: KVLayout,
 ) -> Layout:
     width = -(-max_model_len // block_size)
-    return Layout(shape, width, backend.tile, len(kv_layout.windows))
+    tile = backend.tile(shape.tokens, width * block_size)
+    return Layout(shape, width, tile, len(kv_layout.windows))
 
 
-def state_specs(model: ModelConfig) -> EngineState:
+def state_specs(model: ModelConfig, cache_dtype: jnp.dtype) -> EngineState:
     """How the state is cut over the mesh: KV pools by heads, all else is on every device."""
-    pool = partition_spec(pool_axes(model))
-    pools = (pool,) if model.kv_shape.latent else (pool, pool)
     slots: dict[str, Any] = dict.fromkeys(SlotState.__dataclass_fields__, PartitionSpec())
-    kv: list[Any] = [pools] * KVLayout.of(model).num_pools
+    kv = [pool_specs(model, cache_dtype)] * KVLayout.of(model).num_pools
     return EngineState(kv, SlotState(**slots))
 
 
@@ -324,7 +333,11 @@ def over_mesh(
     return functools.partial(
         jax.shard_map,
         mesh=loaded.mesh,
-        in_specs=(weights, state_specs(loaded.config), *[everywhere] * inputs),
+        in_specs=(
+            weights,
+            state_specs(loaded.config, loaded.cache_dtype),
+            *[everywhere] * inputs,
+        ),
         out_specs=outputs,
         check_vma=False,
     )
@@ -332,7 +345,8 @@ def over_mesh(
 
 def _step_over_mesh(step: StepFunction, loaded: LoadedModel) -> StepFunction:
     everywhere: Any = PartitionSpec()
-    outputs = (state_specs(loaded.config), StepOutput(everywhere, everywhere))
+    state = state_specs(loaded.config, loaded.cache_dtype)
+    outputs = (state, StepOutput(everywhere, everywhere))
     spread = over_mesh(loaded, inputs=2, outputs=outputs)
 
     def run(

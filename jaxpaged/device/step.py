@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpaged.device.attention import AttentionBackend, AttentionMeta
+from jaxpaged.device.attention import AttentionMeta, PagedAttention
 from jaxpaged.device.kv_cache import KVLayout
 from jaxpaged.device.packing import FROM_HISTORY, Layout
 from jaxpaged.device.sampler import prompt_logprobs, sample
 from jaxpaged.device.sampling_state import SlotState, record_tokens
 from jaxpaged.models.base import CausalLM
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.layers import LayerKV
+from pallas_kernels.paged_kv import PagedKV, PrefillTiles
 
 _PROMPT_ROWS = (32, 16, 8)
 """Prompt tokens whose logits are computed at a time, when their logprobs are wanted."""
@@ -29,7 +29,7 @@ _PROMPT_ROWS = (32, 16, 8)
 class EngineState:
     """Everything on the device that a step changes. Donated, and rebound in one place."""
 
-    kv: list[LayerKV]  # one entry a pool; see `kv_cache.KVLayout` for which layer has which
+    kv: list[PagedKV]  # one entry a pool; see `kv_cache.KVLayout` for which layer has which
     slots: SlotState
 
 
@@ -124,20 +124,20 @@ StepFunction = Callable[
 ]
 Trunk = Callable[
     [Weights, EngineState, dict[str, jax.Array], Layout],
-    tuple[CausalLM, list[LayerKV], list[jax.Array]],
+    tuple[CausalLM, list[PagedKV], list[jax.Array]],
 ]
 """(weights, state, fields of the packed ints, layout) -> the model without its layers, the new
 pools, and f32 [R + P, E] after the embedding and after each layer."""
 
 
-def make_trunk(parts: ModelParts, backend: AttentionBackend, settings: StepSettings) -> Trunk:
+def make_trunk(parts: ModelParts, backend: PagedAttention, settings: StepSettings) -> Trunk:
     """What a step does before its logits. To be traced; `layout` is static."""
     layer_functions = _layer_functions(parts.layers, backend)
 
     def trunk(
         weights: Weights, state: EngineState, f: dict[str, jax.Array], layout: Layout
-    ) -> tuple[CausalLM, list[LayerKV], list[jax.Array]]:
-        num_pool_slots = state.kv[0][0].shape[0]
+    ) -> tuple[CausalLM, list[PagedKV], list[jax.Array]]:
+        num_pool_slots = state.kv[0].k.shape[0]
         tokens, positions, lengths, metas = token_fields(
             f, state.slots, layout, settings, num_pool_slots
         )
@@ -155,7 +155,7 @@ def make_trunk(parts: ModelParts, backend: AttentionBackend, settings: StepSetti
     return trunk
 
 
-def make_step(parts: ModelParts, backend: AttentionBackend, settings: StepSettings) -> StepFunction:
+def make_step(parts: ModelParts, backend: PagedAttention, settings: StepSettings) -> StepFunction:
     """The function to jit; `layout` is static."""
     trunk = make_trunk(parts, backend, settings)
 
@@ -183,12 +183,12 @@ def make_step(parts: ModelParts, backend: AttentionBackend, settings: StepSettin
 
 
 def _layer_functions(
-    layers: list[Part], backend: AttentionBackend
-) -> list[Callable[..., tuple[jax.Array, LayerKV]]]:
+    layers: list[Part], backend: PagedAttention
+) -> list[Callable[..., tuple[jax.Array, PagedKV]]]:
     """One jitted function per kind of layer: jit inside jit, so that equal layers are traced and
     compiled as one call.
     """
-    made: dict[Any, Callable[..., tuple[jax.Array, LayerKV]]] = {}
+    made: dict[Any, Callable[..., tuple[jax.Array, PagedKV]]] = {}
     functions = []
     for part in layers:
         kind = (part.graph, part.tree)
@@ -198,11 +198,11 @@ def _layer_functions(
                 leaves: list[jax.Array],
                 x: jax.Array,
                 rope: jax.Array,
-                layer_kv: LayerKV,
+                layer_kv: PagedKV,
                 meta: AttentionMeta,
                 part: Part = part,
-            ) -> tuple[jax.Array, LayerKV]:
-                result: tuple[jax.Array, LayerKV]
+            ) -> tuple[jax.Array, PagedKV]:
+                result: tuple[jax.Array, PagedKV]
                 result = part.build(leaves)(x, rope, layer_kv, meta, backend.attend)
                 return result
 
@@ -236,18 +236,22 @@ def token_fields(
     # unique ones.
     spread = num_pool_slots + lax.iota(jnp.int32, position.shape[0])
 
+    tiles = PrefillTiles(
+        row=f["tile_row"],
+        start=f["tile_start"],
+        length=f["tile_len"],
+        position=f["tile_position"],
+        token_tile=jnp.maximum(f["token_tile"], 0),
+        count=f["num_tiles"][0],
+    )
+
     def meta_of(tables: jax.Array) -> AttentionMeta:
         block = tables.at[row_of, column].get(mode="clip")
         return AttentionMeta(
             kv_slots=jnp.where(position < 0, spread, block * block_size + position % block_size),
             block_tables=tables,
             decode_positions=decode_position,
-            tile_row=f["tile_row"],
-            tile_start=f["tile_start"],
-            tile_len=f["tile_len"],
-            tile_position=f["tile_position"],
-            token_tile=jnp.maximum(f["token_tile"], 0),
-            num_tiles=f["num_tiles"][0],
+            tiles=tiles,
         )
 
     tokens = jnp.concatenate([decode_token, f["prompt_token"]])

@@ -47,6 +47,8 @@ class ModelConfig:
     tie_embeddings: bool
     windows: tuple[int | None, ...] = ()
     """Attention window of each layer in tokens, None for all; () is no window anywhere."""
+    attention_cap: float | None = None
+    """Attention scores are bent to stay within this; None leaves them."""
     tensor_parallel: int = 1
     """Devices that heads, MLP width, experts and vocabulary are cut over."""
 

@@ -46,7 +46,6 @@ class GemmaConfig(ModelConfig):
     activation: str = _GELU
     scale: float | None = None
     """Of attention scores; None is 1 / sqrt(head_dim)."""
-    attention_cap: float | None = None
     logits_cap: float | None = None
     bias: bool = False
     """All four projections of attention have one."""

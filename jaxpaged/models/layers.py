@@ -24,8 +24,8 @@ from jaxpaged.models.parallel import all_sum
 from jaxpaged.models.rope import apply_rope
 from jaxpaged.models.sources import GroupedQKV, Interleaved, ParamSource, Tensor, whole
 
-LayerKV = tuple[jax.Array, ...]
-"""K and V pool of one layer, each [slots, K, H]; a latent cache has only the first."""
+LayerKV = Any
+"""The cache of one layer, as the runner keeps it; models hand it on."""
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,

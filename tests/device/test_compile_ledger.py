@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -51,6 +52,19 @@ def test_one_record_per_program() -> None:
     assert ledger.compiles == 2 and ledger.after_warmup == 0
     assert all(record.milliseconds > 0 for record in ledger.records)
     assert not any(record.after_warmup for record in ledger.records)
+
+
+def test_one_deprecation_is_silent_where_programs_are_lowered_and_nowhere_else() -> None:
+    ours = "The Pallas Triton backend is deprecated and will be removed in a future JAX version."
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with CompileLedger().watch("decode[8]"):
+            warnings.warn(ours, DeprecationWarning, stacklevel=1)
+            for text, kind in ((ours, UserWarning), ("It is deprecated.", DeprecationWarning)):
+                with pytest.raises(kind):
+                    warnings.warn(text, kind, stacklevel=1)
+        with pytest.raises(DeprecationWarning):
+            warnings.warn(ours, DeprecationWarning, stacklevel=1)
 
 
 def test_a_compile_after_warm_up_is_counted_and_warned_about(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file
 from jaxpaged import SamplingParams
 from jaxpaged.config import EngineConfig
 from jaxpaged.device.inspect import Forward, forward, make_forward
+from jaxpaged.device.kv_cache import cache_dtype
 from jaxpaged.device.model_loader import LoadedModel, load_model
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.weights.source import resolve_source
@@ -124,6 +126,25 @@ def test_bfloat16_is_close_to_float32(llama: LoadedModel, tmp_path: Path) -> Non
     assert half.logits.dtype == np.float32
     distance = np.abs(half.logits - whole.logits).max()
     assert 1e-4 < distance < 0.5
+
+
+@pytest.mark.parametrize("kind", ["full", "latent"])
+@pytest.mark.parametrize(("name", "bound"), [("int8", 0.03), ("fp8", 0.12)])
+def test_an_8_bit_cache_is_close_and_the_kernels_agree(
+    name: str, bound: float, kind: str, llama: LoadedModel, tmp_path: Path
+) -> None:
+    full = llama
+    if kind == "latent":
+        (tmp_path / "config.json").write_text(json.dumps(LATENT))
+        full = load(tmp_path, load_format="dummy", skip_tokenizer_init=True)
+    config = EngineConfig(kv_cache_dtype=name)
+    narrow = dataclasses.replace(full, cache_dtype=cache_dtype(config.kv_cache_dtype, full.dtype))
+    expected = forward(full, prompt_of(70)).logits
+    found = forward(narrow, prompt_of(70)).logits
+    kernels = forward(narrow, prompt_of(70), attention_backend="pallas_interpret").logits
+    spread = expected.std()
+    assert 1e-4 < np.abs(found - expected).mean() / spread < bound
+    np.testing.assert_allclose(kernels, found, atol=2e-3 * spread)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from jaxpaged.device.runner import step_temporaries
 from jaxpaged.errors import ConfigError
 from jaxpaged.models.config import ModelConfig
 from tests.device.model_shapes import LLAMA_3_8B, TINY
-from tests.device.tiny_runner import parts_of
+from tests.device.tiny_runner import backend_of, parts_of
 from tests.tiny_models import tiny_config
 
 MIB = 2**20
@@ -58,9 +58,13 @@ CPU = MemoryInputs(
 
 
 def plan(
-    inputs: MemoryInputs, model: ModelConfig = LLAMA_3_8B, seqs: int = 256, **settings: Any
+    inputs: MemoryInputs,
+    model: ModelConfig = LLAMA_3_8B,
+    seqs: int = 256,
+    cache_dtype: jnp.dtype = BF16,
+    **settings: Any,
 ) -> MemoryPlan:
-    return plan_memory(EngineConfig(**settings), model, BF16, seqs, inputs)
+    return plan_memory(EngineConfig(**settings), model, cache_dtype, seqs, inputs)
 
 
 # ---------------------------------------------------------------- accelerators
@@ -158,15 +162,28 @@ def test_explicit_sizes_are_exact_and_compile_nothing(inputs: MemoryInputs) -> N
     assert both.num_blocks == 600
 
 
-def test_offsets_within_a_pool_stay_below_2_to_the_31() -> None:
+@pytest.mark.parametrize("dtype", [BF16, jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)])
+def test_offsets_within_a_pool_stay_below_2_to_the_31(dtype: jnp.dtype) -> None:
+    """Elements count, not bytes: code for 8-bit pools of 2 to 4 GiB has 32-bit offsets as well."""
     huge = dataclasses.replace(GPU, device_bytes=4000 * GIB)
     limit = max_blocks(LLAMA_3_8B, 16)
-    plan_ = plan(huge, kv_cache_memory_bytes="2000GiB")
+    assert limit * 16 * 8 * 128 < 2**31 <= (limit + 1) * 16 * 8 * 128
+    plan_ = plan(huge, cache_dtype=dtype, kv_cache_memory_bytes="2000GiB")
     assert plan_.num_blocks == limit
     assert any("32-bit" in line for line in plan_.lines)
     with pytest.raises(ConfigError, match=f"num_gpu_blocks_override=300000 is more than {limit}"):
-        plan(huge, num_gpu_blocks_override=300_000)
-    assert plan(huge, seqs=100_000).num_blocks <= limit
+        plan(huge, cache_dtype=dtype, num_gpu_blocks_override=300_000)
+    assert plan(huge, seqs=100_000, cache_dtype=dtype).num_blocks <= limit
+
+
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
+def test_an_8_bit_cache_holds_nearly_twice_the_tokens(name: str) -> None:
+    wide = plan(GPU, kv_cache_memory_bytes="20GiB")
+    narrow = plan(GPU, cache_dtype=jnp.dtype(name), kv_cache_memory_bytes="20GiB")
+    assert wide.num_blocks == 20 * GIB // BLOCK
+    assert narrow.num_blocks == 20 * GIB // (BLOCK // 2 + 16 * 2 * 32 * 8 * 4)
+    assert 1.93 < narrow.num_blocks / wide.num_blocks < 1.94
+    assert any(f"67584 B ({name} and float32 scales)" in line for line in narrow.lines)
 
 
 # ---------------------------------------------------------------- context length
@@ -273,7 +290,8 @@ def test_temporaries_hold_the_logits_of_all_rows_but_not_of_all_prompt_tokens(
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
     )
-    found = step_temporaries(parts.config, parts.loaded, parts.buckets, parts.settings, seqs, 128)
+    backend = backend_of(parts)
+    found = step_temporaries(parts.loaded, backend, parts.buckets, parts.settings, seqs, 128)
     row = 64_000 * 4
     assert found >= seqs * row
     assert found < tokens * row / 4, "prompt logits are computed in slices"
@@ -289,7 +307,8 @@ def test_start_up_plans_with_the_length_that_was_asked_for(
     monkeypatch.setattr(startup, "step_temporaries", lambda *args: seen.append(args[4:]) or 0)
     parts = parts_of(wide_folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=100)
     limits = (8, 64, 0.92)
-    lines = startup._plan(parts.config, parts.loaded, parts.buckets, parts.settings, *limits).lines
+    made = (parts.loaded, backend_of(parts), parts.buckets, parts.settings)
+    lines = startup._plan(parts.config, *made, *limits).lines
     assert seen == [(8, 100)]
     state = startup.slot_state_bytes(8, 100)
     assert any("sampling state" in line and f"{state / MIB:.1f} MiB" in line for line in lines)

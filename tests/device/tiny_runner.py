@@ -11,7 +11,8 @@ import numpy as np
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.plan import ScheduledRow
 from jaxpaged.core.request import Request
-from jaxpaged.device.attention import choose_backend
+from jaxpaged.device.attention import AttentionSizes, PagedAttention
+from jaxpaged.device.attention_choice import choose_backend
 from jaxpaged.device.buckets import Buckets, choose_buckets
 from jaxpaged.device.kv_cache import KVLayout
 from jaxpaged.device.model_loader import LoadedModel, load_model
@@ -65,9 +66,22 @@ def parts_of(folder: Path, **overrides: Any) -> Parts:
     return Parts(config, loaded, buckets, settings)
 
 
-def runner_of(parts: Parts, *, num_blocks: int = NUM_BLOCKS) -> Runner:
+def backend_of(parts: Parts) -> PagedAttention:
+    loaded, config = parts.loaded, parts.config
+    sizes = AttentionSizes.of(
+        loaded.config,
+        block_size=config.block_size,
+        dtype=loaded.dtype,
+        cache_dtype=loaded.cache_dtype,
+    )
+    return choose_backend(config.attention_backend, sizes, loaded.mesh.local_devices[0])[0]
+
+
+def runner_of(
+    parts: Parts, *, num_blocks: int = NUM_BLOCKS, backend: PagedAttention | None = None
+) -> Runner:
     assert parts.config.max_num_seqs is not None
-    backend, _ = choose_backend("auto", parts.loaded.config, parts.config.block_size)
+    backend = backend or backend_of(parts)
     return Runner(
         parts.config,
         parts.loaded,

@@ -82,7 +82,7 @@ def tokens(
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def everything(folder: str, size: int) -> dict[str, Any]:
+def everything(folder: str, size: int, **settings: Any) -> dict[str, Any]:
     """Every sampling parameter at once, on a pool that is too small, twice (the second time from
     the prefix cache); and the collectives of the programs.
     """
@@ -103,7 +103,7 @@ def everything(folder: str, size: int) -> dict[str, Any]:
     shared = list(range(20, 52))
     prompts = [[*shared, 60 + i, 61 + i] for i in range(len(several))]
     found: dict[str, Any] = {"tokens": [], "logprobs": []}
-    with small_llm(folder, tensor_parallel_size=size) as llm:
+    with small_llm(folder, tensor_parallel_size=size, **settings) as llm:
         engine = engine_over(llm, num_blocks=40)
         for turn in range(2):
             for i, (prompt, params) in enumerate(zip(prompts, several, strict=True)):

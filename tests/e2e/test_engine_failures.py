@@ -81,7 +81,7 @@ def broken() -> None:
 def lose_the_pool() -> None:
     state = shared_llm().engine.runner._state
     assert state is not None
-    state.kv[1][0].delete()
+    state.kv[1].k.delete()
 
 
 @functools.cache

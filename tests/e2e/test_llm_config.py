@@ -34,6 +34,9 @@ def make(**settings: Any) -> LLM:
         ({"zzz": 4}, "'zzz'"),
         ({"block_size": 0}, "block_size.*>= 1.*0"),
         ({"dtype": "int8"}, "dtype.*float32.*'int8'"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype.*auto, int8, fp8.*'fp8_e5m2'"),
+        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype.*auto, int8, fp8.*'bfloat16'"),
+        ({"attention_backend": "cuda"}, "attention_backend.*reference, pallas_triton.*'cuda'"),
         ({"scheduling_policy": "lifo"}, "scheduling_policy.*fcfs.*'lifo'"),
         # Combinations that each name both sides.
         (
@@ -71,6 +74,32 @@ def make(**settings: Any) -> LLM:
 def test_settings_that_cannot_work(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         make(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"attention_backend": "pallas_triton"}, "'pallas_triton'.*needs a CUDA device.*'auto'"),
+        ({"attention_backend": "pallas_mosaic"}, "'pallas_mosaic'.*needs a CUDA device.*'auto'"),
+        ({"attention_backend": "pallas_interpret", "block_size": 3}, "block_size 3.*powers of two"),
+    ],
+)
+def test_a_backend_that_cannot_serve_is_refused_before_the_weights_are_read(
+    settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_model(*_: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("jaxpaged.startup.load_model", load_model)
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        make(**settings)
+
+
+def test_the_backend_and_the_reason_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "jaxpaged")
+    make().close()
+    lines = [r.getMessage() for r in caplog.records if "ttention" in r.getMessage()]
+    assert lines == ["Attention backend: reference (there are no kernels for CPUs)."]
 
 
 def test_the_largest_length_that_was_told_works() -> None:

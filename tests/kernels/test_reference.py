@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 from pallas_kernels import reference
+from pallas_kernels.paged_kv import PagedKV, PrefillTiles
+from pallas_kernels.quantize import quantize
 from tests.kernels.attention_oracle import PagedCase, paged_case, tiles_for
 
 CHUNK = reference.CHUNK
@@ -36,13 +39,11 @@ def decode_rows(case: PagedCase, q: Any, jobs: list[tuple[int, int]], **settings
     positions = np.full(len(q), -1, np.int32)
     for place, (row, position) in enumerate(jobs):
         rows[place], positions[place] = row, position
-    pools = jnp.asarray(case.k_pool), jnp.asarray(case.v_pool)
-    return np.asarray(decode(q, *pools, case.tables[rows], positions, **settings))
+    return np.asarray(decode(q, case.kv(), case.tables[rows], positions, **settings))
 
 
 def prefill_chunks(case: PagedCase, q: Any, tiles: Any, **settings: Any) -> Any:
-    pools = jnp.asarray(case.k_pool), jnp.asarray(case.v_pool)
-    return np.asarray(prefill(q, *pools, case.tables, *tiles.arrays, **settings))
+    return np.asarray(prefill(q, case.kv(), case.tables, tiles.arrays, **settings))
 
 
 # Every head_dim, group size and block size at least once; the third has all the extras.
@@ -99,13 +100,44 @@ def test_16_bit_pools_stored_as_integers(dtype: Any) -> None:
     jobs = [(0, 0), (1, 64), (2, 129), (2, 3)]
     tables = case.tables[[row for row, _ in jobs] + [0] * 4]
     positions = np.array([position for _, position in jobs] + [-1] * 4, np.int32)
-    raw = [jnp.asarray(pool.view(np.uint16)) for pool in (case.k_pool, case.v_pool)]
-    out = decode(q, *raw, tables, positions, block_size=16, scale=0.2)
+    out = decode(q, case.kv(as_integers=True), tables, positions, block_size=16, scale=0.2)
     assert out.dtype == dtype
     for place, (row, position) in enumerate(jobs):
         expected = case.expected(q[place], row, position, scale=0.2)
         np.testing.assert_allclose(
             np.asarray(out[place], np.float64), expected, atol=2e-2, rtol=2e-2
+        )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("cache_dtype", [np.int8, ml_dtypes.float8_e4m3fn], ids=["int8", "f8"])
+def test_8_bit_caches_add_no_error_of_their_own(cache_dtype: Any, dtype: Any) -> None:
+    """Against float64 attention over what is stored: float32 throughout, until the result is
+    rounded to q's type. float8 may be stored as uint8, as 16-bit floats are as uint16.
+    """
+    case = paged_case(
+        [1, 65, 130],
+        block_size=16,
+        kv_heads=2,
+        group=2,
+        head_dim=32,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+    )
+    q = case.queries(8, np.random.default_rng(1))
+    jobs = [(0, 0), (1, 64), (2, 129), (2, 3)]
+    tables = case.tables[[row for row, _ in jobs] + [0] * 4]
+    positions = np.array([position for _, position in jobs] + [-1] * 4, np.int32)
+    outs = [
+        np.asarray(decode(q, kv, tables, positions, block_size=16, scale=0.2))
+        for kv in (case.kv(), case.kv(as_integers=True))
+    ]
+    assert outs[0].tobytes() == outs[1].tobytes()
+    rounding = {} if dtype == np.float32 else {"rtol": 2.0**-8}
+    for place, (row, position) in enumerate(jobs):
+        expected = case.expected(q[place], row, position, scale=0.2)
+        np.testing.assert_allclose(
+            outs[0][place].astype(np.float64), expected, **{"atol": 3e-5, "rtol": 2e-5} | rounding
         )
 
 
@@ -123,11 +155,14 @@ def test_scores_of_any_size_stay_finite() -> None:
 # ---------------------------------------------------------------- the same bits, however scheduled
 
 SAMENESS = [
-    # kv_heads, group, head_dim, block_size, window
+    # kv_heads, group, head_dim, block_size, window, type of the cache where it is not that of q
     (2, 2, 16, 4, None),
     (1, 3, 64, 17, 70),
     (1, 1, 80, 16, None),
     (1, 8, 32, 1, None),
+    # and 8-bit caches
+    (2, 2, 32, 4, None, np.int8),
+    (1, 3, 64, 16, 70, ml_dtypes.float8_e4m3fn),
 ]
 SEQUENCES = [150, 65, 64, 1, 100]
 PREFILL_TOKENS, DECODE_ROWS = 64, 24
@@ -136,9 +171,15 @@ PREFILL_TOKENS, DECODE_ROWS = 64, 24
 @functools.cache
 def _canonical(config: tuple[Any, ...]) -> tuple[PagedCase, list[Any], list[Any]]:
     """A case, a query for each token of each sequence, and the results of decoding one by one."""
-    kv_heads, group, head_dim, block_size, window = config
+    kv_heads, group, head_dim, block_size, window = config[:5]
     case = paged_case(
-        SEQUENCES, block_size=block_size, kv_heads=kv_heads, group=group, head_dim=head_dim, seed=3
+        SEQUENCES,
+        block_size=block_size,
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        seed=3,
+        cache_dtype=config[5] if len(config) > 5 else None,
     )
     queries = [case.queries(length, np.random.default_rng(length)) for length in SEQUENCES]
     results = [np.zeros_like(q) for q in queries]
@@ -252,12 +293,11 @@ def test_decode_reads_no_more_chunks_than_there_are(
     case = paged_case([201], block_size=16, kv_heads=1, group=1, head_dim=8, table_width=500)
     tables = np.repeat(case.tables, 16, axis=0)
     positions = np.array(last_positions + [-1] * (16 - len(last_positions)), np.int32)
-    pools = jnp.asarray(case.k_pool), jnp.asarray(case.v_pool)
     q = jnp.asarray(case.queries(16, np.random.default_rng(0)))
 
     def call() -> None:
         reference.paged_decode(
-            q, *pools, jnp.asarray(tables), jnp.asarray(positions), block_size=16, scale=1.0
+            q, case.kv(), jnp.asarray(tables), jnp.asarray(positions), block_size=16, scale=1.0
         )
 
     assert _count_chunks(monkeypatch, call) == chunks
@@ -272,7 +312,7 @@ def test_prefill_reads_no_more_chunks_than_there_are(
 ) -> None:
     case = paged_case([201], block_size=16, kv_heads=1, group=1, head_dim=8, table_width=500)
     tiles = tiles_for(chunk_list, tile=32, num_tokens=80, num_tiles=16)
-    args = [jnp.asarray(x) for x in (case.k_pool, case.v_pool, case.tables, *tiles.arrays)]
+    args = case.kv(), jnp.asarray(case.tables), tiles.arrays
     q = jnp.asarray(case.queries(80, np.random.default_rng(0)))
 
     def call() -> None:
@@ -287,17 +327,18 @@ def test_nothing_in_the_program_has_the_length_of_the_table() -> None:
     pool = jax.ShapeDtypeStruct((64, 1, 16), jnp.float32)
     ints = jax.ShapeDtypeStruct((8,), jnp.int32)
     one = jax.ShapeDtypeStruct((), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((64,), jnp.int32)
+    kv = PagedKV(pool, pool)
     programs = [
         decode.lower(
             jax.ShapeDtypeStruct((8, 2, 16), jnp.float32),
-            *(pool, pool, table, ints),
+            *(kv, table, ints),
             block_size=16,
             scale=1.0,
         ),
         prefill.lower(
             jax.ShapeDtypeStruct((64, 2, 16), jnp.float32),
-            *(pool, pool, table, ints, ints, ints, ints),
-            *(jax.ShapeDtypeStruct((64,), jnp.int32), one),
+            *(kv, table, PrefillTiles(ints, ints, ints, ints, tokens, one)),
             tile=16,
             block_size=16,
             scale=1.0,
@@ -322,9 +363,11 @@ def test_slots_outside_the_pool_write_nothing(outside: int, jitted: bool) -> Non
     pool = jnp.arange(8 * 2 * 4, dtype=jnp.float32).reshape(8, 2, 4)
     values = -1.0 - jnp.arange(3 * 2 * 4, dtype=jnp.float32).reshape(3, 2, 4)
     write = jax.jit(reference.write_kv) if jitted else reference.write_kv
-    out = np.asarray(write(pool, values, jnp.array([0, 1, outside], jnp.int32)))
-    assert (out[:2] == np.asarray(values)[:2]).all()
-    assert (out[2:] == np.asarray(pool)[2:]).all()
+    slots = jnp.array([0, 1, outside], jnp.int32)
+    written = write(PagedKV(pool, pool + 100), values, values - 100, slots)
+    for out, new, old in ((written.k, 0, 0), (written.v, -100, 100)):
+        assert (np.asarray(out)[:2] == np.asarray(values)[:2] + new).all()
+        assert (np.asarray(out)[2:] == np.asarray(pool)[2:] + old).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
@@ -341,7 +384,8 @@ def test_writes_keep_every_bit(dtype: Any) -> None:
     slots = rng.permutation(512)[:300].astype(np.int32)
     values = jnp.asarray(new.view(jnp.dtype(dtype))[:300])
     pool = jnp.asarray(before.view(jnp.dtype(stored)))
-    out = np.asarray(jax.jit(reference.write_kv)(pool, values, slots)).view(unsigned)
+    written = jax.jit(reference.write_kv)(PagedKV(pool, None), values, None, slots)
+    out = np.asarray(written.k).view(unsigned)
     expected = before.copy()
     expected[slots] = new[:300]
     assert (out == expected).all()
@@ -349,6 +393,30 @@ def test_writes_keep_every_bit(dtype: Any) -> None:
     loaded = reference.load_pool(raw, jnp.dtype(dtype))
     assert loaded.dtype == dtype
     assert (np.asarray(loaded).view(unsigned) == new).all()
+
+
+@pytest.mark.parametrize("cache_dtype", [jnp.int8, jnp.float8_e4m3fn], ids=str)
+def test_8_bit_caches_are_written_quantised(cache_dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((5, 2, 16), np.float32) for _ in range(2))
+    v[1, 1, 3] = np.nan
+    pool = jnp.asarray(rng.integers(0, 100, (9, 2, 16), np.int8)).astype(cache_dtype)
+    scales = jnp.full((9, 2), 7.0)
+    slots = np.array([4, 2, -1, 0, 9], np.int32)
+    kv = jax.jit(reference.write_kv)(PagedKV(pool, pool, scales, scales), k, v, slots)
+    for written, scale, new in ((kv.k, kv.k_scale, k), (kv.v, kv.v_scale, v)):
+        expected, factors = np.array(pool), np.array(scales)
+        stored, factor = quantize(jnp.asarray(new), cache_dtype)
+        for token, slot in ((0, 4), (1, 2), (3, 0)):
+            expected[slot], factors[slot] = stored[token], factor[token, :, 0]
+        assert np.asarray(written).tobytes() == expected.tobytes()
+        np.testing.assert_array_equal(scale, factors)
+    assert np.isnan(np.asarray(kv.v_scale)[2]).tolist() == [False, True]
+    if cache_dtype == jnp.float8_e4m3fn:
+        as_integers = PagedKV(*(lax.bitcast_convert_type(pool, jnp.uint8),) * 2, scales, scales)
+        raw = jax.jit(reference.write_kv)(as_integers, k, v, slots)
+        assert raw.k.dtype == jnp.uint8
+        assert np.asarray(raw.k).tobytes() == np.asarray(kv.k).tobytes()
 
 
 @pytest.mark.parametrize(

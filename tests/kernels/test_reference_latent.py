@@ -7,16 +7,14 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import reference
-from tests.kernels.attention_oracle import Floats, PagedCase, Tiles, paged_case, tiles_for
+from tests.kernels.attention_oracle import PagedCase, Tiles, latent_case, tiles_for
 
 _STATIC = ("block_size", "scale", "value_dim")
 
@@ -31,27 +29,6 @@ def prefill(*args: Any, **fixed: Any) -> jax.Array:
     return reference.paged_prefill(*args, **fixed)
 
 
-def latent_case(
-    lengths: list[int],
-    *,
-    block_size: int,
-    group: int,
-    key_dim: int,
-    value_dim: int,
-    dtype: npt.DTypeLike = np.float32,
-) -> PagedCase:
-    case = paged_case(
-        lengths, block_size=block_size, kv_heads=1, group=group, head_dim=key_dim, dtype=dtype
-    )
-    values = [keys[..., :value_dim] for keys in case.keys]
-    return dataclasses.replace(case, values=values, v_pool=case.k_pool[..., :value_dim])
-
-
-def as_stored(pool: Floats) -> jax.Array:
-    """16-bit floats as the CPU's pools hold them."""
-    return jnp.asarray(pool.view(np.uint16) if pool.dtype.itemsize == 2 else pool)
-
-
 def decode_rows(
     case: PagedCase, q: Any, jobs: list[tuple[int, int]], *, block_size: int, scale: float = 0.1
 ) -> Any:
@@ -61,13 +38,12 @@ def decode_rows(
         rows[place], positions[place] = row, position
     out = decode(
         q,
-        as_stored(case.k_pool),
-        None,
+        case.kv(as_integers=True),
         case.tables[rows],
         positions,
         block_size=block_size,
         scale=scale,
-        value_dim=case.v_pool.shape[2],
+        value_dim=case.value_dim,
     )
     return np.asarray(out)
 
@@ -77,14 +53,13 @@ def prefill_chunks(
 ) -> Any:
     out = prefill(
         q,
-        as_stored(case.k_pool),
-        None,
+        case.kv(as_integers=True),
         case.tables,
-        *tiles.arrays,
+        tiles.arrays,
         tile=tile,
         block_size=block_size,
         scale=scale,
-        value_dim=case.v_pool.shape[2],
+        value_dim=case.value_dim,
     )
     return np.asarray(out)
 

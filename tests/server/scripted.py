@@ -99,6 +99,7 @@ class ScriptedRunner:
 
     alone = True
     dtype_name = "float32"
+    cache_dtype_name = "float32"
     num_devices = 1
 
     def __init__(
