@@ -12,7 +12,6 @@ For the letters in shapes see `paged_kv`.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels import triton_math
 from pallas_kernels.paged_kv import PagedKV, is_8_bit
 from pallas_kernels.pool_layout import PoolLayout
 from pallas_kernels.split_k import LOWEST, combine_splits
 from pallas_kernels.support import MAX_HEAD_DIM, check_supported, is_latent
+from pallas_kernels.triton_math import LOG2_E
 from pallas_kernels.tuning import DecodeConfig
 
 MIN_DOT = 16
@@ -39,7 +40,6 @@ _MAX_PART_LATENT_8_BIT = 512
 """There one wide part takes 128 registers where four take 180."""
 _MAX_HEADS = 64
 _MAX_HEADS_WIDE = 16
-_LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Shape:
     soft_cap: float | None
     layout: PoolLayout
     config: DecodeConfig
-    precision: lax.DotAlgorithmPreset | None
+    interpret: bool
 
     @property
     def head_blocks(self) -> int:
@@ -166,22 +166,15 @@ def paged_decode(
         soft_cap=soft_cap,
         layout=layout,
         config=config,
-        precision=_precision(q.dtype, interpret=interpret),
+        interpret=interpret,
     )
-    out, lse = _launch(q, kv, block_tables, positions, shape, dim_out, interpret=interpret)
+    out, lse = _launch(q, kv, block_tables, positions, shape, dim_out)
     return out if lse is None else combine_splits(out, lse).astype(q.dtype)
 
 
 def _kv_heads(kv: PagedKV, layout: PoolLayout) -> int:
     heads: int = kv.k.shape[1]
     return heads // 2 if layout is PoolLayout.COMBINED else heads
-
-
-def _precision(dtype: jnp.dtype, *, interpret: bool) -> lax.DotAlgorithmPreset | None:
-    """float32 as three products of TF32 each, which tensor cores have; CPUs need no such help."""
-    if dtype == jnp.float32 and not interpret:
-        return lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    return None
 
 
 def _launch(
@@ -191,8 +184,6 @@ def _launch(
     positions: jax.Array,
     shape: _Shape,
     dim_out: int,
-    *,
-    interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     rows, num_heads, _ = q.shape
     splits = shape.config.splits
@@ -213,7 +204,7 @@ def _launch(
         compiler_params=plt.CompilerParams(
             num_warps=shape.config.num_warps, num_stages=shape.config.num_stages
         ),
-        interpret=interpret,
+        interpret=shape.interpret,
         name="paged_decode",
     )(inputs)
     return result["out"], result.get("lse")
@@ -232,7 +223,7 @@ def _kernel(shape: _Shape, inputs: dict[str, Any], outputs: dict[str, Any]) -> N
     for part in shape.key_parts:
         cols = part.start + jnp.arange(part.width)
         mask = _mask(live, part)
-        q_parts.append(_load(inputs["q"].at[row, heads[:, None], cols[None, :]], mask))
+        q_parts.append(triton_math.load(inputs["q"].at[row, heads[:, None], cols[None, :]], mask))
 
     top, total, acc = _attend(inputs, q_parts, row, kv_head, position, first, end, shape)
     empty = total == 0.0
@@ -249,7 +240,7 @@ def _kernel(shape: _Shape, inputs: dict[str, Any], outputs: dict[str, Any]) -> N
             out = out.at[row, heads[:, None], cols[None, :]]
             plt.store(out, value.astype(outputs["out"].dtype), mask=_mask(live, part))
     if "lse" in outputs:
-        lse = jnp.where(empty, LOWEST, top + jnp.log(divisor) * _LOG2_E)
+        lse = jnp.where(empty, LOWEST, top + jnp.log(divisor) * LOG2_E)
         plt.store(outputs["lse"].at[row, split, heads], lse, mask=live)
 
 
@@ -283,9 +274,7 @@ def _attend(
     block_kv, block_size = shape.config.block_kv, shape.block_size
     dtype = q_parts[0].dtype
     offsets = jnp.arange(block_kv)
-    dot = functools.partial(
-        lax.dot_general, precision=shape.precision, preferred_element_type=jnp.float32
-    )
+    dot = functools.partial(triton_math.dot, interpret=shape.interpret)
 
     def seen(tile: Any) -> tuple[Any, Any]:
         token = tile * block_kv + offsets
@@ -296,7 +285,7 @@ def _attend(
 
     def page_ids(tile: Any) -> Any:
         token, visible = seen(tile)
-        return _load(inputs["tables"].at[row, lax.div(token, block_size)], visible)
+        return triton_math.load(inputs["tables"].at[row, lax.div(token, block_size)], visible)
 
     def one_tile(tile: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         top, total, acc, pages = carry
@@ -315,15 +304,15 @@ def _attend(
         k_index = where(values=False)
         keys = [_tile(inputs["k"], k_index, part, visible, dtype) for part in shape.key_parts]
         scores = sum(
-            (dot(q, k, (((1,), (1,)), ((), ()))) for q, k in zip(q_parts, keys, strict=True)),
+            (dot(q, k, axis=1) for q, k in zip(q_parts, keys, strict=True)),
             start=jnp.zeros((), jnp.float32),
         )
         if shape.quantized:
-            scores *= _load(inputs["k_scale"].at[k_index], visible)[None, :]
+            scores *= triton_math.load(inputs["k_scale"].at[k_index], visible)[None, :]
         if shape.soft_cap is None:
-            scores *= shape.scale * _LOG2_E
+            scores *= shape.scale * LOG2_E
         else:
-            scores = jnp.tanh(scores * (shape.scale / shape.soft_cap)) * (shape.soft_cap * _LOG2_E)
+            scores = jnp.tanh(scores * (shape.scale / shape.soft_cap)) * (shape.soft_cap * LOG2_E)
         scores = jnp.where(visible[None, :], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=1))
         probs = jnp.exp2(scores - new_top[:, None])
@@ -344,10 +333,10 @@ def _attend(
                 for part in shape.value_parts
             ]
         if shape.quantized:
-            probs *= _load(inputs[scales].at[index], visible)[None, :]
+            probs *= triton_math.load(inputs[scales].at[index], visible)[None, :]
         weights = probs.astype(dtype)
         acc = tuple(
-            old * keep[:, None] + dot(weights, v, (((1,), (0,)), ((), ())))
+            old * keep[:, None] + dot(weights, v, axis=0)
             for old, v in zip(acc, values, strict=True)
         )
         return new_top, total, acc, next_pages
@@ -378,15 +367,10 @@ def _tile(
     """[block_kv, width of part] of a pool, zeros where nothing is visible, in the queries' type."""
     columns = part.start + jnp.arange(part.width)
     rows = tuple(i[:, None] if jnp.ndim(i) else i for i in index)
-    tile = _load(pool.at[(*rows, columns[None, :])], _mask(visible, part), policy)
-    return tile.astype(dtype)
+    tile = triton_math.load(pool.at[(*rows, columns[None, :])], _mask(visible, part), policy)
+    return triton_math.converted(tile, dtype)
 
 
 def _mask(rows: Any, part: _Part) -> Any:
     mask = jnp.broadcast_to(rows[:, None], (rows.shape[0], part.width))
     return mask if part.used == part.width else mask & (jnp.arange(part.width) < part.used)[None, :]
-
-
-def _load(ref: Any, mask: Any, policy: str | None = None) -> jax.Array:
-    """Zeros where the mask is false; an `other` of Python's 0 fails for 8-bit floats."""
-    return plt.load(ref, mask=mask, other=jnp.zeros((), ref.dtype), eviction_policy=policy)

@@ -16,11 +16,11 @@ from jax.experimental.pallas import triton as plt
 LOG2_E = math.log2(math.e)
 
 
-def load(at: Any, mask: jax.Array | None) -> jax.Array:
-    """Zeros where masked."""
+def load(at: Any, mask: jax.Array | None, policy: str | None = None) -> jax.Array:
+    """Zeros where masked. (An `other` of Python's 0 fails for 8-bit floats.)"""
     if mask is None:
-        return plt.load(at)
-    return plt.load(at, mask=mask, other=jnp.zeros((), at.dtype))
+        return plt.load(at, eviction_policy=policy)
+    return plt.load(at, mask=mask, other=jnp.zeros((), at.dtype), eviction_policy=policy)
 
 
 def converted(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -38,8 +38,9 @@ MIN_DOT = 16
 """The tensor cores take no narrower operands."""
 MAX_PAGES = 8
 """Up to so many pages of a tile have their ids read one by one."""
-MAX_PIECE = 256
-"""Columns handled at once: what one tensor core instruction takes. More cost registers."""
+WIDE, WIDE_PIECE = 256, 128
+"""More columns than the first are handled in pieces of the second: else the compiler runs out of
+registers for a latent cache."""
 _LOWEST_TOP = -1e30
 """Where the running maximum starts: below every score, yet finite, so that no difference of two is
 NaN."""
@@ -72,7 +73,9 @@ class _Pieces:
         """(first column, width) of each. The last may reach past the end."""
         spans, start, left = [], self.first, self.dim
         while left > 0:
-            width = min(MAX_PIECE, max(MIN_DOT, 1 << (left.bit_length() - 1)))
+            width = max(MIN_DOT, 1 << (left.bit_length() - 1))
+            if self.dim > WIDE:
+                width = min(width, WIDE_PIECE)
             spans.append((start, width))
             start, left = start + width, left - width
         return tuple(spans)

@@ -85,7 +85,12 @@ def _triton(sizes: AttentionSizes, device: jax.Device) -> PagedAttention:
 
 
 def _interpreted(sizes: AttentionSizes, device: jax.Device) -> PagedAttention:
-    return _triton_kernels("pallas_interpret", sizes, device, interpret=True)
+    backend = _triton_kernels("pallas_interpret", sizes, device, interpret=True)
+    # When JAX first lowers an interpreted kernel, it imports more of Pallas, and with it an option
+    # that is part of every tracing cache's key: what was traced before would be compiled again.
+    window = next(iter(sizes.windows))
+    jax.jit(functools.partial(_small_step, backend, 0, window)).lower()
+    return backend
 
 
 def _triton_kernels(
