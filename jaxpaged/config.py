@@ -83,6 +83,8 @@ class EngineConfig:
     """Most logprobs a request may ask for; -1 is the whole vocabulary."""
     attention_backend: str = "auto"
     """auto, reference, pallas_triton, pallas_mosaic or pallas_interpret (slow, for tests)."""
+    kernel_tuning_table: str | None = None
+    """JSON file with sizes of GPU kernels that go before the package's own."""
     tensor_parallel_size: int | None = None
     """Devices to cut the model over; None is 1, or all devices of several processes."""
     coordinator: str | None = None
@@ -194,6 +196,7 @@ _CHECKS: dict[str, checks.Check] = {
     "watermark": checks.number("a number in [0, 1)", lambda x: 0 <= x < 1),
     "max_logprobs": checks.integer(-1),
     "attention_backend": checks.choice(*ATTENTION_BACKENDS),
+    "kernel_tuning_table": checks.optional(checks.text("the path of a JSON file")),
     "tensor_parallel_size": checks.optional(checks.integer(1)),
     "coordinator": checks.optional(_address),
     "num_processes": checks.integer(1),

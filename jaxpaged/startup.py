@@ -17,7 +17,7 @@ from jaxpaged.config import (
 )
 from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
 from jaxpaged.device.attention import AttentionSizes, PagedAttention
-from jaxpaged.device.attention_choice import choose_backend
+from jaxpaged.device.attention_choice import choose_backend, read_tuning_table
 from jaxpaged.device.buckets import Buckets, choose_buckets
 from jaxpaged.device.cluster import agree, join, least
 from jaxpaged.device.kv_cache import KVLayout
@@ -128,6 +128,7 @@ def _choose_backend(config: EngineConfig, placement: Placement) -> PagedAttentio
         block_size=config.block_size,
         dtype=placement.dtype,
         cache_dtype=placement.cache_dtype,
+        table=read_tuning_table(config.kernel_tuning_table),
     )
     device = placement.mesh.local_devices[0]
     backend, reason = choose_backend(config.attention_backend, sizes, device)

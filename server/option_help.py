@@ -42,7 +42,8 @@ GROUPS: dict[str, tuple[type, tuple[str, ...]]] = {
     "device": (
         EngineConfig,
         (
-            *("tensor_parallel_size", "attention_backend", "enforce_eager", "decode_buckets"),
+            *("tensor_parallel_size", "attention_backend", "kernel_tuning_table"),
+            *("enforce_eager", "decode_buckets"),
             *("prefill_buckets", "compile_cache_dir", "check_integrity", "disable_progress"),
         ),
     ),

@@ -36,7 +36,7 @@ def refused(**settings: Any) -> str:
 def test_every_field_has_its_check() -> None:
     assert list(config._CHECKS) == list(FIELDS)
     assert len(BOOLEANS) == 7
-    assert len(TEXTS) == 12
+    assert len(TEXTS) == 13
     assert {*BOOLEANS, *NUMBERS, *TEXTS} == set(FIELDS)
 
 

@@ -52,10 +52,18 @@ class AttentionSizes:
     windows: frozenset[int | None]
     """Of the layers."""
     soft_cap: float | None
+    table: tuning.TuningTable | None = None
+    """Where a kernel's configuration is looked for before the package's own table."""
 
     @classmethod
     def of(
-        cls, model: ModelConfig, *, block_size: int, dtype: jnp.dtype, cache_dtype: jnp.dtype
+        cls,
+        model: ModelConfig,
+        *,
+        block_size: int,
+        dtype: jnp.dtype,
+        cache_dtype: jnp.dtype,
+        table: tuning.TuningTable | None = None,
     ) -> AttentionSizes:
         shape = model.kv_shape
         cuts = 1 if shape.latent else model.tensor_parallel
@@ -70,6 +78,7 @@ class AttentionSizes:
             np.dtype(cache_dtype),
             frozenset(model.layer_windows),
             model.attention_cap,
+            table,
         )
 
 
@@ -210,6 +219,7 @@ class KernelAttention(PagedAttention):
             block_size=sizes.block_size,
             kv_dtype=sizes.cache_dtype.name,
             tokens=slots.shape[0],
+            table=sizes.table,
         )
         written = triton_write.write_kv(
             self._typed(kv), k, v, slots, config=config, interpret=self._interpret
@@ -275,6 +285,7 @@ class KernelAttention(PagedAttention):
             "block_size": sizes.block_size,
             "q_dtype": sizes.dtype.name,
             "kv_dtype": sizes.cache_dtype.name,
+            "table": sizes.table,
         }
 
     def _check_heads(self, q: jax.Array, kv: PagedKV) -> None:

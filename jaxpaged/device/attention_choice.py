@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+from pathlib import Path
 from types import ModuleType
 
 import jax
@@ -20,6 +21,7 @@ from jaxpaged.device.attention import (
 )
 from jaxpaged.errors import ConfigError
 from pallas_kernels.paged_kv import PagedKV, PrefillTiles, is_8_bit
+from pallas_kernels.tuning import TuningTable, load_table
 
 _log = logging.getLogger(__name__)
 LEAST_CAPABILITY = (8, 0)
@@ -57,6 +59,18 @@ def choose_backend(
             f"attention_backend={name!r} cannot serve this model here: {_told(error)}. Take "
             "'auto', or 'reference', which runs everywhere."
         ) from error
+
+
+def read_tuning_table(path: str | None) -> TuningTable | None:
+    """The file of the setting `kernel_tuning_table`. Raises `ConfigError` for a bad one."""
+    if path is None:
+        return None
+    try:
+        return load_table(Path(path).expanduser())
+    except OSError as error:
+        raise ConfigError(f"kernel_tuning_table={path!r}: {error.strerror}.") from error
+    except ValueError as error:
+        raise ConfigError(f"kernel_tuning_table: {error}") from error
 
 
 def _automatic(sizes: AttentionSizes, device: jax.Device) -> tuple[PagedAttention, str]:

@@ -16,13 +16,14 @@ import pytest
 
 import pallas_kernels
 from jaxpaged.device.attention import AttentionSizes, KernelAttention
-from jaxpaged.device.attention_choice import choose_backend
+from jaxpaged.device.attention_choice import choose_backend, read_tuning_table
 from jaxpaged.device.compile_ledger import known_deprecations
 from jaxpaged.device.kv_cache import CACHE_DTYPES
 from jaxpaged.errors import ConfigError
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import find_model
 from pallas_kernels import mosaic_compat, mosaic_decode, mosaic_prefill
+from pallas_kernels.tuning import Entry, PrefillConfig, write_table
 from tests.device.model_shapes import LLAMA_3_8B, TINY
 from tests.device.tiny_runner import parts_of, runner_of
 from tests.kernels.lowering import TRITON_CALL, export_for_cuda
@@ -245,3 +246,32 @@ def test_the_tiles_of_the_host_follow_from_the_kernel() -> None:
     reference, _ = choose_backend("reference", sizes_of(), H200)
     assert reference.tile(8192, 4096) == 8, "32 matmul rows of four query heads a KV head"
     assert min(tiles) > 8, "more rows for tensor cores"
+
+
+def test_a_tuning_table_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    config = PrefillConfig(block_rows=32, block_kv=32, num_warps=4, num_stages=2)
+    write_table(
+        [
+            Entry(
+                kernel="prefill",
+                device=H200.device_kind,
+                head_dim=128,
+                kv_dtype="bfloat16",
+                config=config,
+            )
+        ],
+        path,
+    )
+    sizes = dataclasses.replace(sizes_of(), table=read_tuning_table(str(path)))
+    mine, _ = choose_backend("pallas_triton", sizes, H200)
+    assert mine.tile(8192, 4096) == 32 // 4
+    usual, _ = choose_backend("pallas_triton", sizes_of(), H200)
+    assert usual.tile(8192, 4096) > 8
+    assert read_tuning_table(None) is None
+
+    with pytest.raises(ConfigError, match=r"kernel_tuning_table='.*none.json': No such file"):
+        read_tuning_table(str(tmp_path / "none.json"))
+    path.write_text(path.read_text().replace('"num_warps": 4', '"num_warps": 3'))
+    with pytest.raises(ConfigError, match=r"(?s)mine.json'?, entry 0: .*num_warps is 3"):
+        read_tuning_table(str(path))

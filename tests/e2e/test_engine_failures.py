@@ -282,7 +282,7 @@ def poison(engine: Engine, request_id: str) -> None:
     (core,) = (r for r in engine.scheduler.running if r.request_id.endswith(request_id))
     slots = np.concatenate([np.arange(4) + 4 * block for block in core.block_ids])
     assert runner._state is not None
-    kv = [tuple(pool.at[slots].set(np.nan) for pool in pair) for pair in runner._state.kv]
+    kv = jax.tree.map(lambda pool: pool.at[slots].set(np.nan), runner._state.kv)
     runner._state = dataclasses.replace(runner._state, kv=kv)
 
 
