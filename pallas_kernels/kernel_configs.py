@@ -8,9 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from pallas_kernels.support import MAX_HEAD_DIM
+
 MIN_TILE = 16
 """The tensor cores take no fewer rows or columns."""
 MAX_SPLITS = 32
+_MAX_HEADS = 64
+_MAX_HEADS_WIDE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,17 @@ class WriteConfig:
 
 
 KernelConfig: TypeAlias = DecodeConfig | PrefillConfig | WriteConfig
+
+
+def heads_per_program(
+    group: int, value_dim: int, num_warps: int, *, cache_8_bit: bool = False
+) -> int:
+    """Query heads of one KV head that one program of the Triton decode kernel takes; the next
+    program reads the same K and V, mostly from the L2 cache. With values as wide as those of a
+    latent cache, eight warps have the registers for many heads, if nothing has to be converted.
+    """
+    many = value_dim <= MAX_HEAD_DIM or (num_warps >= 8 and not cache_8_bit)
+    return min(group, _MAX_HEADS if many else _MAX_HEADS_WIDE)
 
 
 def _check_range(name: str, value: object, low: int, high: int) -> None:

@@ -145,6 +145,7 @@ def _attend_group(
     width, heads, rows, _ = q.shape
     first_chunk, num_chunks = _chunks(q_pos, window)
     context = q_pos.max(axis=1)  # last position any query of the tile may see
+    earliest = jnp.where(q_pos >= 0, q_pos, _FAR).min(axis=1)
 
     def chunk(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = carry
@@ -153,8 +154,11 @@ def _attend_group(
         slots = blocks * block_size + (pos % block_size)[None, :]
         k = _gather(kv.k, kv.k_scale, slots, dtype)  # [W, C, K, H]
         v = k[..., :value_dim] if kv.v is None else _gather(kv.v, kv.v_scale, slots, dtype)
-        # Slots past the context hold whatever was there: 0 x NaN must not reach the sum.
-        v = jnp.where((pos[None, :] <= context[:, None])[:, :, None, None], v, jnp.zeros((), dtype))
+        # Slots that nobody sees hold whatever was there: 0 x NaN must not reach the sum.
+        alive = pos[None, :] <= context[:, None]
+        if window is not None:
+            alive &= pos[None, :] > (earliest - window)[:, None]
+        v = jnp.where(alive[:, :, None, None], v, jnp.zeros((), dtype))
         scores = lax.dot_general(
             q, k, (((3,), (3,)), ((0, 1), (0, 2))), preferred_element_type=jnp.float32
         )  # [W, K, m, C]

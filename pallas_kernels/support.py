@@ -107,6 +107,11 @@ def _check_types(q_dtype: jnp.dtype, kv: PagedKV) -> None:
                 f"a {name} pool of {dtype} with scales: the GPU kernels take scales only with "
                 "8-bit caches; leave k_scale and v_scale out"
             )
+    if kv.v is not None and is_8_bit(kv.k.dtype) != is_8_bit(kv.v.dtype):
+        raise NotImplementedError(
+            f"a K pool of {kv.k.dtype} and a V pool of {kv.v.dtype}: the GPU kernels take both or "
+            "neither with 8 bits; choose one type as the cache's dtype"
+        )
 
 
 def _pools(kv: PagedKV) -> list[tuple[str, jax.Array, jax.Array | None]]:

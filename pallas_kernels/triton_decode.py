@@ -22,12 +22,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import triton_math
+from pallas_kernels.kernel_configs import DecodeConfig, heads_per_program
 from pallas_kernels.paged_kv import PagedKV, is_8_bit
 from pallas_kernels.pool_layout import PoolLayout
 from pallas_kernels.split_k import LOWEST, combine_splits
-from pallas_kernels.support import MAX_HEAD_DIM, check_supported, is_latent
-from pallas_kernels.triton_math import LOG2_E
-from pallas_kernels.tuning import DecodeConfig
+from pallas_kernels.support import check_supported, is_latent
+from pallas_kernels.triton_math import LOG2_E, iota, quotient
 
 MIN_DOT = 16
 """Smallest extent of a matrix in a tensor core instruction."""
@@ -38,8 +38,6 @@ _MAX_PART = 128
 """With wider parts a thread has more rows, and so more page ids, to load."""
 _MAX_PART_LATENT_8_BIT = 512
 """There one wide part takes 128 registers where four take 180."""
-_MAX_HEADS = 64
-_MAX_HEADS_WIDE = 16
 
 
 @dataclass(frozen=True)
@@ -95,17 +93,6 @@ def _parts(start: int, dim: int, widest: int = _MAX_PART) -> tuple[_Part, ...]:
         _Part(start + offset, width, min(width, dim - offset))
         for offset, width in zip(offsets, widths, strict=True)
     )
-
-
-def heads_per_program(
-    group: int, value_dim: int, num_warps: int, *, cache_8_bit: bool = False
-) -> int:
-    """Query heads of one KV head that one program takes; the next program reads the same K and V,
-    mostly from the L2 cache. With values as wide as those of a latent cache, eight warps have the
-    registers for many heads, if nothing has to be converted.
-    """
-    many = value_dim <= MAX_HEAD_DIM or (num_warps >= 8 and not cache_8_bit)
-    return min(group, _MAX_HEADS if many else _MAX_HEADS_WIDE)
 
 
 def paged_decode(
@@ -212,16 +199,16 @@ def _launch(
 
 def _kernel(shape: _Shape, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
     head_block, row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    kv_head = lax.div(head_block, shape.head_blocks)
-    place = lax.rem(head_block, shape.head_blocks) * shape.heads + jnp.arange(shape.rows)
-    live = (jnp.arange(shape.rows) < shape.heads) & (place < shape.group)
+    kv_head = quotient(head_block, shape.head_blocks)
+    place = triton_math.remainder(head_block, shape.head_blocks) * shape.heads + iota(shape.rows)
+    live = (iota(shape.rows) < shape.heads) & (place < shape.group)
     heads = kv_head * shape.group + place
     position = inputs["positions"][row]
     first, end, has_work = _share(position, split, shape)
 
     q_parts = []
     for part in shape.key_parts:
-        cols = part.start + jnp.arange(part.width)
+        cols = part.start + iota(part.width)
         mask = _mask(live, part)
         q_parts.append(triton_math.load(inputs["q"].at[row, heads[:, None], cols[None, :]], mask))
 
@@ -229,7 +216,7 @@ def _kernel(shape: _Shape, inputs: dict[str, Any], outputs: dict[str, Any]) -> N
     empty = total == 0.0
     divisor = jnp.where(empty, 1.0, total)
     for part, summed in zip(shape.value_parts, acc, strict=True):
-        cols = part.start + jnp.arange(part.width)
+        cols = part.start + iota(part.width)
         value = summed / divisor[:, None]
         out = outputs["out"]
         if "lse" in outputs:
@@ -249,12 +236,12 @@ def _share(position: Any, split: Any, shape: _Shape) -> tuple[Any, Any, Any]:
     config = shape.config
     begin: Any = 0
     if shape.window is not None:
-        begin = lax.div(jnp.maximum(position - (shape.window - 1), 0), config.block_kv)
-    tiles = lax.div(position + config.block_kv, config.block_kv) - begin
+        begin = quotient(jnp.maximum(position - (shape.window - 1), 0), config.block_kv)
+    tiles = quotient(position + config.block_kv, config.block_kv) - begin
     if config.splits == 1:
         return begin, begin + tiles, tiles > 0
     fewest = pl.cdiv(config.min_split_tokens, config.block_kv)
-    programs = jnp.clip(lax.div(tiles, max(1, fewest)), 1, config.splits)
+    programs = jnp.clip(quotient(tiles, max(1, fewest)), 1, config.splits)
     first = lax.div(tiles * split, programs)
     end = jnp.where(split < programs, lax.div(tiles * (split + 1), programs), first)
     return begin + first, begin + end, first < end
@@ -273,7 +260,8 @@ def _attend(
     """Running maximum [rows], sum [rows] and weighted values [rows, width of part] of the tiles."""
     block_kv, block_size = shape.config.block_kv, shape.block_size
     dtype = q_parts[0].dtype
-    offsets = jnp.arange(block_kv)
+    value_dtype = triton_math.weights_dtype(dtype, quantized=shape.quantized)
+    offsets = iota(block_kv)
     dot = functools.partial(triton_math.dot, interpret=shape.interpret)
 
     def seen(tile: Any) -> tuple[Any, Any]:
@@ -285,7 +273,7 @@ def _attend(
 
     def page_ids(tile: Any) -> Any:
         token, visible = seen(tile)
-        return triton_math.load(inputs["tables"].at[row, lax.div(token, block_size)], visible)
+        return triton_math.load(inputs["tables"].at[row, quotient(token, block_size)], visible)
 
     def one_tile(tile: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         top, total, acc, pages = carry
@@ -297,7 +285,7 @@ def _attend(
         where = functools.partial(
             shape.layout.row_index,
             pages,
-            lax.rem(token, block_size),
+            triton_math.remainder(token, block_size),
             kv_head,
             block_size=block_size,
         )
@@ -329,12 +317,12 @@ def _attend(
             # is there to keep the compiler from seeing one load in both.
             policy = "evict_first" if shape.latent else None
             values = [
-                _tile(inputs[pool], index, part, visible, dtype, policy)
+                _tile(inputs[pool], index, part, visible, value_dtype, policy)
                 for part in shape.value_parts
             ]
         if shape.quantized:
             probs *= triton_math.load(inputs[scales].at[index], visible)[None, :]
-        weights = probs.astype(dtype)
+        weights = probs.astype(value_dtype)
         acc = tuple(
             old * keep[:, None] + dot(weights, v, axis=0)
             for old, v in zip(acc, values, strict=True)
@@ -364,8 +352,8 @@ def _tile(
     dtype: jnp.dtype,
     policy: str | None = None,
 ) -> jax.Array:
-    """[block_kv, width of part] of a pool, zeros where nothing is visible, in the queries' type."""
-    columns = part.start + jnp.arange(part.width)
+    """[block_kv, width of part] of a pool, zeros where nothing is visible, as `dtype`."""
+    columns = part.start + iota(part.width)
     rows = tuple(i[:, None] if jnp.ndim(i) else i for i in index)
     tile = triton_math.load(pool.at[(*rows, columns[None, :])], _mask(visible, part), policy)
     return triton_math.converted(tile, dtype)
@@ -373,4 +361,4 @@ def _tile(
 
 def _mask(rows: Any, part: _Part) -> Any:
     mask = jnp.broadcast_to(rows[:, None], (rows.shape[0], part.width))
-    return mask if part.used == part.width else mask & (jnp.arange(part.width) < part.used)[None, :]
+    return mask if part.used == part.width else mask & (iota(part.width) < part.used)[None, :]

@@ -32,6 +32,29 @@ def converted(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return x.astype(dtype)
 
 
+def weights_dtype(queries: jnp.dtype, *, quantized: bool) -> jnp.dtype:
+    """Of the softmax weights in their product with the values. Those of an 8-bit cache have the
+    scales of the values in them, too small for float16; both 8-bit types are exact in bfloat16.
+    """
+    float16 = jnp.dtype(queries) == jnp.float16
+    return jnp.dtype(jnp.bfloat16) if quantized and float16 else jnp.dtype(queries)
+
+
+def iota(size: int) -> jax.Array:
+    """i32 [size], whatever JAX's integers are by default."""
+    return jnp.arange(size, dtype=jnp.int32)
+
+
+def quotient(x: Any, by: int) -> Any:
+    """x // by for an i32 x >= 0, whatever JAX's integers are by default."""
+    return lax.div(x, jnp.int32(by))
+
+
+def remainder(x: Any, by: int) -> Any:
+    """x % by for an i32 x >= 0, whatever JAX's integers are by default."""
+    return lax.rem(x, jnp.int32(by))
+
+
 def weights(scores: jax.Array, factor: float, top: jax.Array, *, interpret: bool) -> jax.Array:
     """2 ** (scores x factor - top).
 

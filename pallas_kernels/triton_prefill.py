@@ -394,7 +394,8 @@ class _Walk:
         pos = self._positions(index, 0)
         alive = self._alive(pos) if masked else None
         where = self._index(pages, pos, values=False)
-        keys = [k for p in plan.keys for k in self._gather(self.kv.k, where, alive, p)]
+        dtype = self.q[0].dtype
+        keys = [k for p in plan.keys for k in self._gather(self.kv.k, where, alive, p, dtype)]
         k_scales = None
         if self.kv.k_scale is not None:
             k_scales = _slot_scales(self.kv.k_scale, where, alive)
@@ -411,18 +412,22 @@ class _Walk:
         probs = triton_math.weights(scores, factor, new_top, interpret=plan.interpret)
         keep = jnp.exp2(top - new_top)
         total = total * keep + jnp.sum(probs, axis=1, keepdims=True)
+        dtype = triton_math.weights_dtype(dtype, quantized=k_scales is not None)
         values, v_scales = keys[: len(plan.values.spans)], k_scales
         if not plan.latent:
             apart = self.kv.v is not None
             where = self._index(pages, pos, values=True)
-            values = self._gather(self.kv.v if apart else self.kv.k, where, alive, plan.values)
+            pool = self.kv.v if apart else self.kv.k
+            values = self._gather(pool, where, alive, plan.values, dtype)
             if k_scales is not None:
                 v_scales = _slot_scales(self.kv.v_scale if apart else self.kv.k_scale, where, alive)
         if v_scales is not None:
             probs *= v_scales
-        probs = probs.astype(values[0].dtype)
+        probs = probs.astype(dtype)
         dot = functools.partial(triton_math.dot, axis=0, interpret=plan.interpret)
-        acc = tuple(old * keep + dot(probs, v) for old, v in zip(acc, values, strict=True))
+        acc = tuple(
+            old * keep + dot(probs, v.astype(dtype)) for old, v in zip(acc, values, strict=True)
+        )
         return next_pages, new_top, total, acc
 
     def _scores(self, keys: list[jax.Array], k_scales: jax.Array | None) -> tuple[jax.Array, float]:
@@ -452,9 +457,14 @@ class _Walk:
         )
 
     def _gather(
-        self, pool: Any, index: tuple[Any, ...], alive: jax.Array | None, pieces: _Pieces
+        self,
+        pool: Any,
+        index: tuple[Any, ...],
+        alive: jax.Array | None,
+        pieces: _Pieces,
+        dtype: jnp.dtype,
     ) -> list[jax.Array]:
-        """[block_kv, width] of each piece, in q's type."""
+        """[block_kv, width] of each piece, as `dtype`."""
         found = []
         for span in pieces.spans:
             columns, exist = pieces.columns(span)
@@ -463,11 +473,8 @@ class _Walk:
                 mask = exist if alive is None else alive & exist
             if mask is not None:
                 mask = jnp.broadcast_to(mask, (self.plan.config.block_kv, span[1]))
-            found.append(
-                triton_math.converted(
-                    triton_math.load(pool.at[(*index, columns)], mask), self.q[0].dtype
-                )
-            )
+            tile = triton_math.load(pool.at[(*index, columns)], mask)
+            found.append(triton_math.converted(tile, dtype))
         return found
 
 

@@ -23,6 +23,7 @@ from pallas_kernels.paged_kv import PagedKV
 from pallas_kernels.pool_layout import PoolLayout
 from pallas_kernels.quantize import quantize
 from pallas_kernels.support import MAX_VALUE_DIM_LATENT, check_supported
+from pallas_kernels.triton_math import iota, quotient, remainder
 from pallas_kernels.tuning import WriteConfig
 
 _Arrays = dict[str, Any]
@@ -111,7 +112,7 @@ def _launch(
 
 def _kernel(plan: _Plan, _: _Arrays, new: _Arrays, pools: _Arrays) -> None:
     head = pl.program_id(0)
-    tokens = pl.program_id(1) * plan.config.block_tokens + jnp.arange(plan.config.block_tokens)
+    tokens = pl.program_id(1) * plan.config.block_tokens + iota(plan.config.block_tokens)
     exists = tokens < plan.tokens
     slots = plt.load(new["slots"].at[tokens], mask=exists, other=jnp.int32(-1))
     live = (slots >= 0) & (slots < plan.slots)
@@ -122,7 +123,7 @@ def _kernel(plan: _Plan, _: _Arrays, new: _Arrays, pools: _Arrays) -> None:
         if name not in new:
             continue
         pool = name if name in pools else "k"
-        block, offset = lax.div(slots, plan.block_size), lax.rem(slots, plan.block_size)
+        block, offset = quotient(slots, plan.block_size), remainder(slots, plan.block_size)
         index = plan.layout.row_index(
             block, offset, head, block_size=plan.block_size, values=bool(values)
         )
@@ -149,7 +150,7 @@ def _store_rows(ref: Any, index: tuple[Any, ...], rows: jax.Array, live: jax.Arr
 
 def _columns(dim: int, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The last axis [1, padded], and which elements [rows, padded] there are."""
-    columns = jnp.arange(pl.next_power_of_2(dim))[None, :]
+    columns = iota(pl.next_power_of_2(dim))[None, :]
     return columns, jnp.broadcast_to(rows[:, None], (rows.size, columns.size)) & (columns < dim)
 
 

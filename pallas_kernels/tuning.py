@@ -19,6 +19,7 @@ from pallas_kernels.kernel_configs import (
     KernelConfig,
     PrefillConfig,
     WriteConfig,
+    heads_per_program,
 )
 from pallas_kernels.tuning_table import Entry, Query, TuningTable, load_table, write_table
 
@@ -236,9 +237,12 @@ def _head_blocks(query: Query, config: DecodeConfig) -> int:
     """
     if query.backend != "pallas_triton":
         return 1
-    from pallas_kernels.triton_decode import heads_per_program  # it needs this module itself
-
-    heads = heads_per_program(query.group, query.value_dim, config.num_warps)
+    heads = heads_per_program(
+        query.group,
+        query.value_dim,
+        config.num_warps,
+        cache_8_bit=_DTYPE_BYTES[query.kv_dtype] == 1,
+    )
     return -(-query.group // heads)
 
 
