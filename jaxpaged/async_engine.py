@@ -56,6 +56,8 @@ class EngineInfo:
     block_size: int
     dtype: str
     cache_dtype: str
+    attention_backend: str
+    """The one that runs, where the setting may be auto."""
     tensor_parallel_size: int
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
@@ -424,6 +426,7 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
         block_size=scheduler.block_size,
         dtype=engine.runner.dtype_name,
         cache_dtype=engine.runner.cache_dtype_name,
+        attention_backend=engine.runner.attention_backend,
         tensor_parallel_size=engine.runner.num_devices,
         eos_token_ids=limits.eos_token_ids,
         max_num_seqs=scheduler.max_num_seqs,

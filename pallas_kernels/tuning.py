@@ -97,7 +97,7 @@ def decode_config(
     if entry is not None and not entry.splits_from_rule:
         assert isinstance(entry.config, DecodeConfig)
         return entry.config
-    config = _default_decode(query) if entry is None else entry.config
+    config = _default_decode(_as_computed(query, q_dtype)) if entry is None else entry.config
     assert isinstance(config, DecodeConfig)
     ctas = None if entry is None else entry.ctas_per_sm
     splits = decode_splits(
@@ -140,7 +140,7 @@ def prefill_config(
     )
     entry = _find(query, q_dtype, table)
     if entry is None:
-        return _default_prefill(query)
+        return _default_prefill(_as_computed(query, q_dtype))
     assert isinstance(entry.config, PrefillConfig)
     return entry.config
 
@@ -216,6 +216,13 @@ def _find(query: Query, q_dtype: str, table: TuningTable | None) -> Entry | None
             if entry is not None:
                 return entry
     return None
+
+
+def _as_computed(query: Query, q_dtype: str) -> Query:
+    """Float32 queries make float32 tiles of an 8-bit cache, which then take the registers and the
+    shared memory of those of a float32 cache.
+    """
+    return dataclasses.replace(query, kv_dtype="float32") if q_dtype == "float32" else query
 
 
 def _token_bytes(query: Query) -> int:

@@ -70,7 +70,7 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
 
 def test_flags_in_the_readme_exist() -> None:
     known = {field.name for field in dataclasses.fields(ServerConfig)}
-    known |= {"config", "fix"} | options_of(build_parser())
+    known |= {"config", "fix", "budget"} | options_of(build_parser())
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     used = set(re.findall(r"(?<![\w=-])--([a-z][a-z-]+)", readme))  # XLA_FLAGS=--... is XLA's
     assert len(used) > 5

@@ -115,8 +115,9 @@ def plan_memory(
         why_not = "offsets within a layer's pool are 32-bit"
         if config.num_gpu_blocks_override is not None:
             raise ConfigError(
-                f"num_gpu_blocks_override={blocks} is more than {limit}, the most for this model: "
-                f"{why_not}. Lower it."
+                f"num_gpu_blocks_override={blocks} is more than {limit}, the most for this model "
+                f"with block_size={config.block_size}: {why_not}. Lower "
+                f"{'it' if limit > 1 else 'block_size'}."
             )
         rows.append(("KV blocks", f"capped at {limit}: {why_not}"))
         blocks = limit

@@ -113,6 +113,11 @@ class Runner:
         return jnp.dtype(self._dtype).name
 
     @property
+    def attention_backend(self) -> str:
+        """Its name."""
+        return self._backend.name
+
+    @property
     def cache_dtype_name(self) -> str:
         """Of the KV cache."""
         return jnp.dtype(self._cache_dtype).name

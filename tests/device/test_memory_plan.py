@@ -176,6 +176,15 @@ def test_offsets_within_a_pool_stay_below_2_to_the_31(dtype: jnp.dtype) -> None:
     assert plan(huge, seqs=100_000, cache_dtype=dtype).num_blocks <= limit
 
 
+def test_blocks_too_large_for_32_bits_are_what_has_to_shrink() -> None:
+    with pytest.raises(ConfigError, match=r"with block_size=2097152: .* Lower block_size\."):
+        plan(GPU, block_size=2**21, num_gpu_blocks_override=2)
+    with pytest.raises(
+        ConfigError, match=r"more than 1023, .* with block_size=2048: .* Lower it\."
+    ):
+        plan(GPU, block_size=2**11, num_gpu_blocks_override=1024)
+
+
 @pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
 def test_an_8_bit_cache_holds_nearly_twice_the_tokens(name: str) -> None:
     wide = plan(GPU, kv_cache_memory_bytes="20GiB")

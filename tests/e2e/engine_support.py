@@ -15,6 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jaxpaged import LLM, EngineConfig, RequestOutput, SamplingParams
 from jaxpaged.core.plan import ScheduledRow
 from jaxpaged.core.scheduler import Scheduler
@@ -239,3 +243,17 @@ class FaultyRunner(RunnerProxy):
             return original(*args, **kwargs)
 
         setattr(self, method, call)
+
+
+def poison(engine: Engine, request_id: str) -> None:
+    """Write NaN into all KV of a running request: in an 8-bit cache, into its scales."""
+    runner = engine.runner
+    (core,) = (r for r in engine.scheduler.running if r.request_id.endswith(request_id))
+    slots = np.concatenate([np.arange(BLOCK_SIZE) + BLOCK_SIZE * b for b in core.block_ids])
+
+    def with_nan(pool: jax.Array) -> jax.Array:
+        return pool.at[slots].set(jnp.nan) if pool.dtype == jnp.float32 else pool
+
+    assert runner._state is not None
+    kv = jax.tree.map(with_nan, runner._state.kv)
+    runner._state = dataclasses.replace(runner._state, kv=kv)

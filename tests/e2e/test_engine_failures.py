@@ -7,8 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
 from jaxpaged import SamplingParams
@@ -24,6 +22,7 @@ from tests.e2e.engine_support import (
     drain,
     fresh_engine,
     greedy_tokens,
+    poison,
     reference_llm,
     run_one,
     shared_llm,
@@ -275,16 +274,6 @@ def test_a_row_without_any_token_to_draw_ends_alone() -> None:
     assert (output.finish_reason, output.token_ids) == ("error", [])
     assert "allowed_token_ids" in (output.error or "")
     assert done["good"].outputs[0].token_ids == greedy_tokens(tuple(PROMPT))
-
-
-def poison(engine: Engine, request_id: str) -> None:
-    """Write NaN into all KV of a running request."""
-    runner = engine.runner
-    (core,) = (r for r in engine.scheduler.running if r.request_id.endswith(request_id))
-    slots = np.concatenate([np.arange(4) + 4 * block for block in core.block_ids])
-    assert runner._state is not None
-    kv = jax.tree.map(lambda pool: pool.at[slots].set(np.nan), runner._state.kv)
-    runner._state = dataclasses.replace(runner._state, kv=kv)
 
 
 def test_logits_that_are_not_numbers_end_one_request() -> None:

@@ -113,6 +113,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "num_gpu_blocks_override": 40,
     },
     "bfloat16": {"dtype": "bfloat16"},
+    "int8 cache of bfloat16": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
 }
 
 
@@ -121,6 +123,10 @@ def programs(request: pytest.FixtureRequest, tiny_llama_path: Path) -> Iterator[
     """Engines whose programs have other shapes than those of `tiny_llm`."""
     with small_llm(tiny_llama_path, **request.param) as llm:
         yield llm
+
+
+def types_of(llm: LLM) -> tuple[str, str]:
+    return llm.config.dtype, llm.config.kv_cache_dtype
 
 
 def assert_same(found: list[list[Result]], expected: list[list[Result]]) -> None:
@@ -165,9 +171,9 @@ def test_other_programs_give_the_same_bits(
     plan: dict[str, Any],
     data: st.DataObject,
 ) -> None:
-    """Other numbers of rows, chunk buckets and block sizes; and bfloat16 against itself."""
+    """Other numbers of rows, chunk buckets and block sizes; and other types against themselves."""
     texts, params = [p for p, _ in requests], [q for _, q in requests]
-    same_type = programs.config.dtype == tiny_llm.config.dtype
+    same_type = types_of(programs) == types_of(tiny_llm)
     expected = run_alone(tiny_llm if same_type else programs, texts, params)
     engine = engine_over(programs, **plan)
     with watched(engine):

@@ -207,6 +207,29 @@ def paged_case(
     )
 
 
+def sink_case(cache_dtype: npt.DTypeLike) -> PagedCase:
+    """A float16 model whose first token, with values next to zero, takes most of the weight."""
+    length, sizes = 512, {"block_size": 16, "kv_heads": 1, "group": 1, "head_dim": 64}
+    case = paged_case([length], **sizes, dtype=np.float16, cache_dtype=cache_dtype)
+    assert case.v_pool is not None and case.k_scale is not None and case.v_scale is not None
+    rng, slots = np.random.default_rng(0), case.slots(0)
+    keys, values = normal(rng, (2, length, 1, 64)) * np.float32(0.05)
+    keys[0, 0, 0], values[1:], values[0] = 9.0, values[1:] + np.float32(0.05), values[0] / 128
+    stored: list[list[Floats]] = []
+    pools = (case.k_pool, case.k_scale), (case.v_pool, case.v_scale)
+    for new, (pool, scale) in zip((keys, values), pools, strict=True):
+        pool[slots], scale[slots] = quantized(new, cache_dtype)
+        stored.append([pool[slots].astype(np.float32) * scale[slots][..., None]])
+    return dataclasses.replace(case, keys=stored[0], values=stored[1])
+
+
+def sink_query(case: PagedCase) -> Floats:
+    """[1, 1, H], with a score of 9 for the first token and around 0 for the others, unscaled."""
+    q = np.zeros((1, 1, case.k_pool.shape[-1]), case.dtype)
+    q[0, 0, 0] = 1.0
+    return q
+
+
 def latent_case(
     lengths: list[int],
     *,

@@ -93,6 +93,28 @@ def test_against_dense_float64(config: tuple[Any, ...]) -> None:
         np.testing.assert_allclose(out[place], expected, atol=3e-6, rtol=2e-5)
 
 
+def test_nothing_before_the_window_leaks() -> None:
+    """Slots that lie before it, in a chunk of which others are seen."""
+    case = paged_case([60, 130], block_size=16, kv_heads=2, group=2, head_dim=32)
+    jobs, window = [(0, 59), (1, 129)], 20
+    for row, position in jobs:
+        gone = case.slots(row)[: position - window + 1]
+        case.k_pool[gone] = np.nan
+        assert case.v_pool is not None
+        case.v_pool[gone] = np.nan
+    extras: dict[str, Any] = {"scale": 0.2, "window": window}
+    rng = np.random.default_rng(1)
+    q = case.queries(8, rng)
+    out = decode_rows(case, q, jobs, block_size=16, **extras)
+    for place, (row, position) in enumerate(jobs):
+        expected = case.expected(q[place], row, position, **extras)
+        np.testing.assert_allclose(out[place], expected, atol=3e-6, rtol=2e-5)
+    tile = reference.query_tile(2)
+    tiles = tiles_for([(0, 59, 1), (1, 129, 1)], tile=tile, num_tokens=2, num_tiles=8)
+    prompt = prefill_chunks(case, q[:2], tiles, tile=tile, block_size=16, **extras)
+    assert prompt.tobytes() == out[:2].tobytes()
+
+
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "f16"])
 def test_16_bit_pools_stored_as_integers(dtype: Any) -> None:
     case = paged_case([1, 65, 130], block_size=16, kv_heads=2, group=2, head_dim=32, dtype=dtype)

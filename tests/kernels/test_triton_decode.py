@@ -17,7 +17,13 @@ from pallas_kernels import split_k, triton_decode
 from pallas_kernels.paged_kv import PagedKV
 from pallas_kernels.pool_layout import PoolLayout
 from pallas_kernels.tuning import DecodeConfig
-from tests.kernels.attention_oracle import PagedCase, latent_case, paged_case
+from tests.kernels.attention_oracle import (
+    PagedCase,
+    latent_case,
+    paged_case,
+    sink_case,
+    sink_query,
+)
 from tests.kernels.lowering import TRITON_CALL, export_for_cuda
 
 BF16, F8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
@@ -131,6 +137,44 @@ def test_combining_ignores_what_empty_shares_hold() -> None:
     weights = np.exp2(lse[2].astype(np.float64) - lse[2].max(axis=0))
     expected = (weights[..., None] * partial[2]).sum(axis=0) / weights.sum(axis=0)[:, None]
     np.testing.assert_allclose(out[2], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [5, 100])  # of one share, and of four
+@pytest.mark.parametrize("splits", [1, 4])
+def test_what_is_no_number_stays_none(splits: int, length: int) -> None:
+    """A share of NaN is not taken for one without tokens, which would give zeros."""
+    case = paged_case([length, 20], block_size=16, kv_heads=1, group=2, head_dim=32)
+    q = case.queries(2, np.random.default_rng(1))
+    q[0, 0] = np.nan
+    config = DecodeConfig(block_kv=16, splits=splits, min_split_tokens=16)
+    tables, positions = jnp.asarray(case.tables), jnp.asarray([length - 1, 19], jnp.int32)
+    settings: dict[str, Any] = {"block_size": 16, "scale": 32**-0.5, "config": config}
+    out = np.asarray(decode_jit(q, case.kv(), tables, positions, **settings, interpret=True))
+    assert np.isnan(out[0, 0]).all()
+    assert np.isfinite(out[0, 1]).all() and np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("cache_dtype", [np.int8, F8], ids=["int8", "fp8"])
+def test_small_weights_of_a_float16_model_keep_their_values(cache_dtype: npt.DTypeLike) -> None:
+    """Weights times the scales of the values are too small for float16 where one token takes
+    nearly all of the weight.
+    """
+    case = sink_case(cache_dtype)
+    q = sink_query(case)
+    tables, positions = jnp.asarray(case.tables), jnp.asarray([case.lengths[0] - 1], jnp.int32)
+    settings: dict[str, Any] = {"block_size": 16, "scale": 1.0, "config": CONFIG}
+    out = np.asarray(decode_jit(q, case.kv(), tables, positions, **settings, interpret=True))
+    expected = case.expected(q[0], 0, case.lengths[0] - 1, scale=1.0)
+    error = np.abs(out[0].astype(np.float64) - expected).max()
+    assert error < 4e-3 * np.abs(expected).max()
+
+
+def test_64_bit_integers_by_default_change_no_bit() -> None:
+    case = paged_case([40, 19], block_size=16, kv_heads=2, group=2, head_dim=48)
+    _, expected = decode(case, window=30)
+    with jax.enable_x64(True):
+        _, out = decode(case, window=30)
+    assert out.tobytes() == expected.tobytes()
 
 
 # ---------------------------------------------------------------- shapes
@@ -275,6 +319,11 @@ def _pools(
     return PagedKV(pool, pool, scale, scale)  # type: ignore[arg-type]
 
 
+def _mixed_pools() -> PagedKV:
+    quantized = _pools(jnp.int8, scales=True)
+    return PagedKV(quantized.k, _pools().v, quantized.k_scale)
+
+
 @pytest.mark.parametrize(
     ("kv", "changes", "text"),
     [
@@ -285,6 +334,7 @@ def _pools(
         (_pools(jnp.int8), {}, "K pool of int8 without scales: .* give PagedKV its k_scale"),
         (_pools(scales=True), {}, "K pool of bfloat16 with scales: .* leave k_scale"),
         (_pools(jnp.float8_e5m2, scales=True), {}, "K pool of float8_e5m2: .* choose one of them"),
+        (_mixed_pools(), {}, "K pool of int8 and a V pool of bfloat16: .* choose one type"),
         (_pools(), {"dtype": jnp.int32}, "queries of int32: .* choose one of"),
         (_pools(slots=2**25), {}, "a K pool of 2147483648 elements: .* 2147483648 .* fewer blocks"),
         (

@@ -28,6 +28,8 @@ from tests.kernels.attention_oracle import (
     Tiles,
     latent_case,
     paged_case,
+    sink_case,
+    sink_query,
     tiles_for,
 )
 from tests.kernels.lowering import TRITON_CALL, export_for_cuda
@@ -290,6 +292,19 @@ def test_8_bit_caches(cache_dtype: npt.DTypeLike, layout: PoolLayout) -> None:
     )
     soft_cap = 3.0 if layout is PoolLayout.HND else None
     check(case, [(0, 33, 7), (1, 0, 19)], layout=layout, soft_cap=soft_cap, window=18)
+
+
+@pytest.mark.parametrize("cache_dtype", [np.int8, ml_dtypes.float8_e4m3fn], ids=["int8", "fp8"])
+def test_small_weights_of_a_float16_model_keep_their_values(cache_dtype: npt.DTypeLike) -> None:
+    """Weights times the scales of the values are too small for float16 where one token takes
+    nearly all of the weight.
+    """
+    case = sink_case(cache_dtype)
+    q, last = sink_query(case), case.lengths[0] - 1
+    tiles = cut(case, [(0, last, 1)], padding=0)
+    expected = case.expected(q[0], 0, last, scale=1.0)
+    error = np.abs(run(case, q, tiles.arrays, scale=1.0)[0].astype(np.float64) - expected).max()
+    assert error < 4e-3 * np.abs(expected).max()
 
 
 def test_8_bit_cache_of_a_16_bit_model() -> None:

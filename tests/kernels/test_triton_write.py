@@ -70,6 +70,14 @@ def test_the_bits_of_the_reference(setup: Setup) -> None:
     check(setup, case, k, v, slots)
 
 
+def test_64_bit_integers_by_default_change_no_bit() -> None:
+    setup = Setup(48, 2, 1, 16, cache_dtype=np.int8)
+    case = setup.case(LENGTHS)
+    k, v = new_rows(case, 5)
+    with jax.enable_x64(True):
+        check(setup, case, k, v, np.array([3, -1, 20, 2**31 - 1, 17], np.int32))
+
+
 @pytest.mark.parametrize("cache_dtype", [None, np.int8, F8], ids=["f32", "int8", "f8"])
 def test_odd_rows(cache_dtype: Any) -> None:
     """NaN, infinities, zeros of both signs, the largest numbers and next to nothing."""

@@ -209,6 +209,27 @@ def test_an_unknown_device_gets_what_fits_small_ones(
     assert in_flight <= 99 * 1024 or prefill.block_kv == 16
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 576])
+def test_float32_queries_of_8_bit_caches_get_what_float32_caches_do(
+    head_dim: int, kv_dtype: str
+) -> None:
+    sizes: dict[str, Any] = {
+        "head_dim": head_dim,
+        "value_dim": min(head_dim, 512),
+        "group": 2,
+        "kv_heads": 8,
+        "block_size": 16,
+        "q_dtype": "float32",
+        "context": 8192,
+    }
+    for device in ("NVIDIA L4", "NVIDIA H200"):
+        eight = tuning.decode_config(device, batch=1024, kv_dtype=kv_dtype, **sizes)
+        assert eight == tuning.decode_config("L4", batch=1024, kv_dtype="float32", **sizes)
+        chunk = tuning.prefill_config(device, tokens=2048, kv_dtype=kv_dtype, **sizes)
+        assert chunk == tuning.prefill_config("L4", tokens=2048, kv_dtype="float32", **sizes)
+
+
 @pytest.mark.parametrize(
     "device", ["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H20", "NVIDIA GH200 480GB"]
 )

@@ -100,6 +100,7 @@ class ScriptedRunner:
     alone = True
     dtype_name = "float32"
     cache_dtype_name = "float32"
+    attention_backend = "reference"
     num_devices = 1
 
     def __init__(

@@ -339,6 +339,7 @@ def test_config_and_engine_info() -> None:
         (sample,) = families["jaxpaged:engine_info"].samples
         assert sample.labels["max_model_len"] == "256"
         assert sample.labels["tensor_parallel_size"] == "1"
+        assert sample.labels["attention_backend"] == "reference"
         assert value(families, "jaxpaged:hbm_bytes", kind="weights") == 4096
 
     with_engine(test)
