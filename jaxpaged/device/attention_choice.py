@@ -26,6 +26,7 @@ from pallas_kernels.tuning import TuningTable, load_table
 _log = logging.getLogger(__name__)
 LEAST_CAPABILITY = (8, 0)
 """Of a CUDA device: bfloat16 and asynchronous copies."""
+LEAST_CAPABILITY_FLOAT8 = (8, 9)
 HOPPER = (9, 0)
 _TRIED_ROWS, _TRIED_TOKENS = 8, 16
 """Sizes of the step that kernels are tried on."""
@@ -94,6 +95,11 @@ def _triton(sizes: AttentionSizes, device: jax.Device) -> PagedAttention:
         raise _Unsuitable(
             f"it needs compute capability {_dotted(LEAST_CAPABILITY)}, and {device.device_kind} "
             f"has {_dotted(capability)}"
+        )
+    if sizes.cache_dtype == jnp.float8_e4m3fn and capability < LEAST_CAPABILITY_FLOAT8:
+        raise _Unsuitable(
+            f"an fp8 cache needs compute capability {_dotted(LEAST_CAPABILITY_FLOAT8)}, and "
+            f"{device.device_kind} has {_dotted(capability)}; kv_cache_dtype='int8' does not"
         )
     return _triton_kernels("pallas_triton", sizes, device, interpret=False)
 

@@ -94,6 +94,7 @@ def test_kernels_on_cuda(where: Any, caplog: pytest.LogCaptureFixture) -> None:
         (H200, sizes_of(block_size=24), ["block_size 24", "powers of two"]),
         (H200, sizes_of(dataclasses.replace(LLAMA_3_8B, head_dim=512)), ["head_dim 512", "256"]),
         (H200, sizes_of(dataclasses.replace(TINY, num_heads=258)), ["129 query heads", "128"]),
+        (A100, sizes_of(cache=jnp.dtype(jnp.float8_e4m3fn)), ["fp8", "8.9", "has 8.0", "int8"]),
     ],
 )
 def test_one_warning_names_what_the_kernels_cannot_do(
