@@ -23,6 +23,11 @@ class PoolLayout(enum.Enum):
         combined = 2 if self is PoolLayout.COMBINED else 1
         return blocks * block_size, combined * heads, dim
 
+    def kv_heads(self, k_pool: Any) -> int:
+        """KV heads of a pool of keys."""
+        heads: int = k_pool.shape[1]
+        return heads // 2 if self is PoolLayout.COMBINED else heads
+
     def row_index(
         self, block: Any, offset: Any, head: Any, *, block_size: int, values: bool
     ) -> tuple[Any, ...]:

@@ -123,7 +123,7 @@ def paged_decode(
     """
     _, num_heads, head_dim = q.shape
     latent = is_latent(kv, layout)
-    kv_heads = _kv_heads(kv, layout)
+    kv_heads = layout.kv_heads(kv.k)
     group = num_heads // kv_heads
     assert group * kv_heads == num_heads, f"{num_heads} query heads over {kv_heads} KV heads"
     check_supported(
@@ -157,11 +157,6 @@ def paged_decode(
     )
     out, lse = _launch(q, kv, block_tables, positions, shape, dim_out)
     return out if lse is None else combine_splits(out, lse).astype(q.dtype)
-
-
-def _kv_heads(kv: PagedKV, layout: PoolLayout) -> int:
-    heads: int = kv.k.shape[1]
-    return heads // 2 if layout is PoolLayout.COMBINED else heads
 
 
 def _launch(

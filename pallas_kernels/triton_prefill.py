@@ -156,7 +156,7 @@ def paged_prefill(
     """
     tokens, num_heads, head_dim = q.shape
     latent = is_latent(kv, layout)
-    kv_heads = _kv_heads(kv, layout)
+    kv_heads = layout.kv_heads(kv.k)
     group = num_heads // kv_heads
     check_supported(
         q.dtype,
@@ -212,11 +212,6 @@ def paged_prefill(
     tile_list = (tiles.row, tiles.start, tiles.length, tiles.position, tiles.count.reshape(1))
     result: jax.Array = call(q, kv, block_tables, tile_list)
     return result
-
-
-def _kv_heads(kv: PagedKV, layout: PoolLayout) -> int:
-    heads: int = kv.k.shape[1]
-    return heads // 2 if layout is PoolLayout.COMBINED else heads
 
 
 def _prefill_kernel(
