@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,9 +20,6 @@ from pallas_kernels.tuning import PrefillConfig
 from tests.kernels.attention_oracle import paged_case, tiles_for
 from tests.kernels.lowering import export_for_cuda
 from tests.kernels.mosaic_runs import (
-    check_compiled,
-    compile_for_h200,
-    compiled_for_h200,
     interpreted,
     run,
 )
@@ -153,17 +149,6 @@ def test_lowers_for_cuda(name: str) -> None:
     shape = COMPILED[name]
     prefill = functools.partial(paged_prefill, **shape.settings)
     assert "mosaic_gpu" in export_for_cuda(prefill, *arguments(shape))
-
-
-@compiled_for_h200
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiles_without_spills(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = COMPILED[name]
-    prefill = functools.partial(paged_prefill, **shape.settings)
-    found = compile_for_h200(prefill, *arguments(shape), dump=tmp_path, monkeypatch=monkeypatch)
-    check_compiled(found)
 
 
 @pytest.mark.parametrize(

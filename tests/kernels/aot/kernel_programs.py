@@ -21,7 +21,14 @@ from pallas_kernels import (
 )
 from pallas_kernels.paged_kv import PagedKV, PrefillTiles, is_8_bit
 from pallas_kernels.pool_layout import PoolLayout
-from pallas_kernels.tuning import DecodeConfig, Entry, PrefillConfig, TuningTable, WriteConfig
+from pallas_kernels.tuning import (
+    DecodeConfig,
+    Entry,
+    KernelConfig,
+    PrefillConfig,
+    TuningTable,
+    WriteConfig,
+)
 from tests.kernels.aot.program import DEVICE_KIND, Program, lower_function
 
 FULL_BATCH = 256
@@ -178,7 +185,31 @@ def variants() -> list[Program]:
         prefill("prefill-default", Sizes(), _prefill_looked_up(Sizes(), "another GPU")),
         write("write-hnd", hnd, WriteConfig()),
     ]
-    return programs
+    return programs + _mosaic_variants(gemma)
+
+
+def _mosaic_variants(gemma: Sizes) -> list[Program]:
+    wide = Sizes(block_size=32, layout=PoolLayout.HND)
+    masked = dataclasses.replace(wide, window=512, soft_cap=30.0)
+    split = DecodeConfig(block_kv=128, num_stages=3, splits=8)
+    whole = DecodeConfig(block_kv=64, num_stages=2, splits=1)
+    two = PrefillConfig(block_rows=128, block_kv=128, num_stages=2)
+    return [
+        decode("decode-mosaic-tile128-hnd", wide, split, _mosaic(wide, "decode", split)),
+        decode("decode-mosaic-window-cap", gemma, whole, _mosaic(gemma, "decode", whole)),
+        prefill("prefill-mosaic-window-cap", masked, two, _mosaic(masked, "prefill", two)),
+    ]
+
+
+def _mosaic(sizes: Sizes, kernel: str, config: KernelConfig) -> Entry:
+    return Entry(
+        kernel=kernel,
+        device=DEVICE_KIND,
+        head_dim=sizes.head_dim,
+        kv_dtype=sizes.kv_dtype,
+        config=config,
+        backend="pallas_mosaic",
+    )
 
 
 def faulty() -> list[Program]:

@@ -28,6 +28,9 @@ STEPS = [name for name in SOUND if PROGRAMS[name].kind == "step"]
 ENTRIES = [entry for entry in builtin_table().entries if entry.device == DEVICE_KIND]
 LOGITS = 64 * 128256 * 4
 """Bytes of one float32 array of the steps' logits."""
+LOADED_LATE = {"prefill-d576-int8", "prefill-d576-float8_e4m3fn"}
+"""A tile that is converted for two products is not copied asynchronously (in decode it is loaded
+twice instead)."""
 Compiled = dict[str, ProgramFacts | str]
 
 
@@ -76,7 +79,8 @@ def test_tiles_of_the_cache_are_loaded_asynchronously_and_16_bytes_wide(
     compiled: Compiled, name: str
 ) -> None:
     for kernel in facts_of(compiled, name).kernels:
-        assert kernel.async_loads_16 + kernel.bulk_loads > 0, kernel
+        wide = kernel.async_loads_16 + kernel.bulk_loads > 0
+        assert wide == (name not in LOADED_LATE), kernel
         if not is_8_bit(PROGRAMS[name]):  # else their scales are copied, 4 bytes each
             assert kernel.async_loads_small == 0, kernel
 
