@@ -7,7 +7,6 @@ have their own barriers: the room of K is free again as soon as the scores are t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_compat import plgpu, transposed
 from pallas_kernels.pool_layout import PoolLayout
+from pallas_kernels.softmax import LOG2_E, LOWEST
 
 ROWS = 64
 """Query rows of one warpgroup: what one wgmma multiplies."""
@@ -26,11 +26,8 @@ SHARED_MEMORY = 232_448
 """Bytes that one CTA may have on Hopper."""
 RESERVED = 4096
 """Bytes of it left to barriers, alignment and the compiler's scratch for reductions."""
-_LOG2_E = math.log2(math.e)
 _SWIZZLE_COLUMNS = 64
 """Elements of 16 bits in 128 bytes."""
-LOWEST = -1.0e30
-"""Where running maxima start. Finite: a tile that is masked whole must not give inf - inf."""
 
 Carry = tuple[Any, Any, Any]
 """Accumulator f32 [ROWS, H], and running maximum and sum f32 [ROWS] of the online softmax."""
@@ -181,10 +178,10 @@ def scores_of(q: Any, k: Any, *, scale: float, soft_cap: float | None) -> Any:
 
     scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, k.shape[0]), jnp.float32))
     if soft_cap is None:
-        return scores * (scale * _LOG2_E)
+        return scores * (scale * LOG2_E)
     # tanh(x) = 1 - 2 / (1 + e^2x). The hardware's own tanh is good for 11 bits only.
-    power = jnp.exp2(scores * (2.0 * _LOG2_E * scale / soft_cap))
-    return (1.0 - 2.0 / (1.0 + power)) * (soft_cap * _LOG2_E)
+    power = jnp.exp2(scores * (2.0 * LOG2_E * scale / soft_cap))
+    return (1.0 - 2.0 / (1.0 + power)) * (soft_cap * LOG2_E)
 
 
 def zero_rows_outside(v: Any, low: Any, high: Any) -> None:
@@ -233,5 +230,5 @@ def normalize(carry: Carry) -> tuple[Any, Any]:
     """The result f32 [ROWS, H], zeros where nothing was summed, and its log2-sum-exp2 [ROWS]."""
     acc, top, total = carry
     divisor = jnp.where(total == 0.0, 1.0, total)
-    lse = top + jnp.log(divisor) * _LOG2_E
+    lse = top + jnp.log(divisor) * LOG2_E
     return acc / lax.broadcast_in_dim(divisor, acc.shape, [0]), lse

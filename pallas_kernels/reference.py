@@ -23,7 +23,6 @@ neighbours as little as before, because dequantising knows no neighbours.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +30,13 @@ from jax import lax
 
 from pallas_kernels.paged_kv import PagedKV, PrefillTiles
 from pallas_kernels.quantize import dequantize, quantize
+from pallas_kernels.softmax import LOG2_E
 
 CHUNK = 64
 """Context tokens summed at a time. A multiple of every SIMD width, whatever the block size."""
 TILES_PER_GROUP = 8
 """Query tiles (or decode rows) processed side by side."""
 MIN_MATMUL_ROWS = 8
-_LOG2_E = math.log2(math.e)
 _LOWEST_TOP = -(2.0**30)
 _FAR = 2**31 - 1
 MAX_MATMUL_ROWS = 32
@@ -163,9 +162,9 @@ def _attend_group(
             q, k, (((3,), (3,)), ((0, 1), (0, 2))), preferred_element_type=jnp.float32
         )  # [W, K, m, C]
         if soft_cap is None:
-            scores = scores * (scale * _LOG2_E)
+            scores = scores * (scale * LOG2_E)
         else:
-            scores = jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * _LOG2_E)
+            scores = jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * LOG2_E)
         visible = pos[None, None, :] <= q_pos[:, :, None]
         if window is not None:
             visible &= pos[None, None, :] > q_pos[:, :, None] - window

@@ -25,9 +25,10 @@ from pallas_kernels import triton_math
 from pallas_kernels.kernel_configs import DecodeConfig, heads_per_program
 from pallas_kernels.paged_kv import PagedKV, is_8_bit
 from pallas_kernels.pool_layout import PoolLayout
-from pallas_kernels.split_k import LOWEST, combine_splits
+from pallas_kernels.softmax import LOG2_E, LOWEST
+from pallas_kernels.split_k import combine_splits
 from pallas_kernels.support import check_supported, is_latent
-from pallas_kernels.triton_math import LOG2_E, iota, quotient
+from pallas_kernels.triton_math import iota, quotient
 
 MIN_DOT = 16
 """Smallest extent of a matrix in a tensor core instruction."""

@@ -4,7 +4,6 @@ matrix products, and the softmax's exponentials, in as few instructions as the G
 
 from __future__ import annotations
 
-import math
 import struct
 from typing import Any
 
@@ -12,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plt
-
-LOG2_E = math.log2(math.e)
 
 
 def load(at: Any, mask: jax.Array | None, policy: str | None = None) -> jax.Array:

@@ -28,8 +28,8 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import triton_math
 from pallas_kernels.paged_kv import PagedKV, PrefillTiles
 from pallas_kernels.pool_layout import PoolLayout
+from pallas_kernels.softmax import LOG2_E, LOWEST
 from pallas_kernels.support import check_supported, is_latent
-from pallas_kernels.triton_math import LOG2_E
 from pallas_kernels.tuning import PrefillConfig
 
 MAX_PROGRAM_HEADS = 16
@@ -41,9 +41,6 @@ MAX_PAGES = 8
 WIDE, WIDE_PIECE = 256, 128
 """More columns than the first are handled in pieces of the second: else the compiler runs out of
 registers for a latent cache."""
-_LOWEST_TOP = -1e30
-"""Where the running maximum starts: below every score, yet finite, so that no difference of two is
-NaN."""
 
 Pages: TypeAlias = tuple[jax.Array, ...]
 """Page ids of a tile of context: i32 [] one by one, or one array i32 [block_kv, 1]."""
@@ -298,7 +295,7 @@ def _attend(
     walk = _Walk(q, tile.first + token, kv, tables_ref, tile, plan)
     carry: Carry = (
         walk.page_ids(walk.begin),
-        jnp.full((rows, 1), _LOWEST_TOP, jnp.float32),
+        jnp.full((rows, 1), LOWEST, jnp.float32),
         jnp.zeros((rows, 1), jnp.float32),
         tuple(jnp.zeros((rows, width), jnp.float32) for _, width in plan.values.spans),
     )
