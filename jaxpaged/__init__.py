@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxpaged.async_engine import AsyncEngine as AsyncEngine
+    from jaxpaged.beam_params import BeamSearchParams as BeamSearchParams
     from jaxpaged.config import EngineConfig as EngineConfig
     from jaxpaged.engine import Engine as Engine
     from jaxpaged.errors import (
@@ -46,6 +47,7 @@ _HOME = {
     "Engine": "engine",
     "EngineConfig": "config",
     "SamplingParams": "sampling_params",
+    "BeamSearchParams": "beam_params",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "Logprob": "outputs",

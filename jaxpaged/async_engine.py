@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine_thread import Build, EngineThread, as_exception, retrieved
 from jaxpaged.errors import (
@@ -58,6 +59,8 @@ class EngineInfo:
     cache_dtype: str
     attention_backend: str
     """The one that runs, where the setting may be auto."""
+    deterministic: bool
+    """What a request gets does not depend on what runs beside it."""
     tensor_parallel_size: int
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
@@ -238,7 +241,7 @@ class AsyncEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -247,8 +250,9 @@ class AsyncEngine:
         """Queue a request; returns once the engine has accepted it.
 
         The prompt is tokenised in a pool of threads. `stream_interval` is the number of tokens
-        between two deltas. Raises `InvalidRequestError`, `UnavailableError` (loading, shutting
-        down, queue full) or `EngineDeadError`; nothing is queued then, nor when it is cancelled.
+        between two deltas; a beam search has one delta, at its end. Raises `InvalidRequestError`,
+        `UnavailableError` (loading, shutting down, queue full) or `EngineDeadError`; nothing is
+        queued then, nor when it is cancelled.
         """
         arrival = time.monotonic()
         self._check_accepting()
@@ -349,7 +353,12 @@ class AsyncEngine:
             )
         if self._max_tokens is None or not waiting:
             return
-        queued = sum(request.num_prompt_tokens for request in scheduler.waiting)
+        # What a group has in common is computed once, so it counts once.
+        queued = sum(
+            request.num_prompt_tokens
+            for request in scheduler.waiting
+            if request.group is None or request is request.group.members[0]
+        )
         if queued + num_tokens > self._max_tokens:
             self.metrics.rejected("queue_full")
             raise UnavailableError(
@@ -427,6 +436,7 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
         dtype=engine.runner.dtype_name,
         cache_dtype=engine.runner.cache_dtype_name,
         attention_backend=engine.runner.attention_backend,
+        deterministic=engine.runner.deterministic,
         tensor_parallel_size=engine.runner.num_devices,
         eos_token_ids=limits.eos_token_ids,
         max_num_seqs=scheduler.max_num_seqs,

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.jobs import InputError, Job
 from jaxpaged.outputs import CompletionOutput, EngineStats, LogprobDict, RequestOutput
@@ -38,14 +39,20 @@ def run_jobs(
 ) -> list[RequestOutput]:
     """Run all jobs together and return their outputs in the order of `jobs`.
 
-    `params` are the sampling fields of the whole run. A job's own fields win over them, and both
-    over the defaults that come with the model. `on_finished` gets each output, with its place in
+    `params` are the fields of the whole run: of beam searches if it has a `beam_width`, of sampling
+    else. A job's own fields win over them, and sampling's over the defaults that come with the
+    model. `on_finished` gets each output, with its place in
     `jobs`, as soon as it is complete. Raises `InputError`, which names the job, before anything
     runs: for sampling fields that contradict each other, a conversation that cannot be rendered,
     and a prompt that the model cannot take.
     """
-    defaults = llm.default_sampling_params()
-    sampling = [_merge(defaults, params, job) for job in jobs]
+    searches: list[BeamSearchParams] = []
+    sampling: list[SamplingParams] = []
+    if "beam_width" in params:
+        searches = [BeamSearchParams.from_dict({**params, **job.params}) for job in jobs]
+    else:
+        defaults = llm.default_sampling_params()
+        sampling = [_merge(defaults, params, job) for job in jobs]
     prompts: list[dict[str, Any]] = []
     rendered: dict[int, str] = {}
     for place, job in enumerate(jobs):
@@ -61,13 +68,14 @@ def run_jobs(
         output.prompt = rendered.get(place, output.prompt)
         on_finished(place, output)
 
+    priority = [job.priority for job in jobs]
     try:
+        if searches:
+            return llm.beam_search(
+                prompts, searches, use_tqdm=use_tqdm, priority=priority, on_finished=finished
+            )
         return llm.generate(
-            prompts,
-            sampling,
-            use_tqdm=use_tqdm,
-            priority=[job.priority for job in jobs],
-            on_finished=finished,
+            prompts, sampling, use_tqdm=use_tqdm, priority=priority, on_finished=finished
         )
     except InvalidRequestError as error:
         if error.index is None:
@@ -240,6 +248,9 @@ def _completion(completion: CompletionOutput) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }
+    if completion.score is not None:
+        result["score"] = completion.score
+        result["cumulative_logprob"] = completion.cumulative_logprob
     if completion.error is not None:
         result["error"] = completion.error
     if completion.logprobs is not None:

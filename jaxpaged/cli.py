@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged import __version__, batch, chat_client, flags, jobs, run_batch
+from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.bench import cli as bench_cli
 from jaxpaged.config import DTYPES, EngineConfig, server_environment
 from jaxpaged.errors import EngineDeadError, JaxpagedError
+from jaxpaged.replay import cli as replay_cli
 from jaxpaged.sampling_params import SamplingParams
 
 EXIT_FAILED = 1
@@ -34,8 +36,11 @@ GENERATE_EPILOG = """\
 Results are JSON lines in the order of the prompts: index, prompt (as the model saw it), text,
 token_ids, finish_reason, stop_reason, num_prompt_tokens, num_cached_tokens, and logprobs and
 prompt_logprobs where asked. With --n above 1, "outputs" holds every completion. A result is
-written as soon as it and all before it are there; a run that ends early keeps them. A line of
---prompt-file is one of
+written as soon as it and all before it are there; a run that ends early keeps them.
+With --beam-width every prompt is a beam search, and "outputs" holds its hypotheses, best first, each
+with its score. Of the sampling flags --max-tokens, --temperature, --stop-token-ids, --ignore-eos and
+those about the text go with it; the model's sampling defaults do not count.
+A line of --prompt-file is one of
   {"prompt": "text"}   {"messages": [{"role": "user", "content": "text"}]}
   {"prompt_token_ids": [1, 2, 3]}
 and may add "params": {"max_tokens": 5} (sampling fields of that line), "cache_salt": "text" and
@@ -114,6 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_input_flags(generate)
     flags.add_flags(generate, SamplingParams, "sampling", clashes=SAMPLING_CLASHES)
+    flags.add_flags(generate, BeamSearchParams, "beam search", only=jobs.BEAM_FIELDS)
     flags.add_flags(generate, EngineConfig, "engine")
     generate.set_defaults(command=run_generate)
     convert = commands.add_parser(
@@ -129,6 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench_cli.add_parser(commands)
     run_batch.add_parser(commands)
     chat_client.add_parser(commands)
+    replay_cli.add_parser(commands)
     return parser
 
 
@@ -200,8 +207,8 @@ def run_serve(words: Sequence[str]) -> int:
 def run_generate(args: argparse.Namespace) -> int:
     settings = flags.given(args, EngineConfig)
     config = EngineConfig.from_dict(settings)  # raises for values out of range
-    params = flags.given(args, SamplingParams)
-    SamplingParams.from_dict(params)  # likewise
+    params = flags.given(args, SamplingParams) | flags.given(args, BeamSearchParams)
+    jobs.check_params(params)  # likewise
     work = _read_jobs(args, params)
     if not work:
         raise jobs.InputError("there are no prompts: the input is empty.")

@@ -111,6 +111,10 @@ class Completion:
         assert self.cumulative_logprob is not None
         self.cumulative_logprob += float(samples.logprob[row])
 
+    @property
+    def _logprobs_mode(self) -> str | None:
+        return None if self.logprobs is None else self.parent.params.logprobs_mode
+
     def output(self) -> CompletionOutput:
         core, shown = self.core, self._shown
         if shown is not None and core.is_finished and shown.finish_reason == core.finish_reason:
@@ -124,6 +128,7 @@ class Completion:
             finish_reason=core.finish_reason,
             stop_reason=core.stop_reason,
             error=core.error,
+            logprobs_mode=self._logprobs_mode,
         )
         return self._shown
 
@@ -145,6 +150,7 @@ class Completion:
             finish_reason=self.core.finish_reason,
             stop_reason=self.core.stop_reason,
             error=self.core.error,
+            logprobs_mode=self._logprobs_mode,
         )
         self._told_tokens, self._told_chars = len(self.token_ids), len(self.text)
         self._told_end = ended
@@ -188,6 +194,13 @@ class RequestState:
             if target < len(self.prompt_token_ids) and self.prompt_logprobs[target] is None:
                 entry = logprob_dict(samples, first_row + offset, wanted, self.tokenizer)
                 self.prompt_logprobs[target] = entry
+
+    def forget_unfinished_prompt(self) -> None:
+        """The prompt is computed again with other weights: its logprobs, unless they are complete,
+        shall all be of those.
+        """
+        if self.prompt_logprobs is not None and self._complete_prompt() is None:
+            self.prompt_logprobs = [None] * len(self.prompt_token_ids)
 
     def output(self) -> RequestOutput:
         """Everything so far. Prompt logprobs are shown once they are complete."""

@@ -85,6 +85,8 @@ class EngineConfig:
     """auto, reference, pallas_triton, pallas_mosaic or pallas_interpret (slow, for tests)."""
     kernel_tuning_table: str | None = None
     """JSON file with sizes of GPU kernels that go before the package's own."""
+    deterministic: bool | None = None
+    """Same bits in any company; None is on where it is free (CPU). Costs speed on GPUs."""
     tensor_parallel_size: int | None = None
     """Devices to cut the model over; None is 1, or all devices of several processes."""
     coordinator: str | None = None
@@ -107,6 +109,8 @@ class EngineConfig:
     """Row counts of decode programs, ascending; the last must be max_num_seqs rounded up to 8."""
     prefill_buckets: tuple[int, ...] | None = None
     """Prompt-token counts of prefill programs, ascending; the last must be the token budget."""
+    record: str | None = None
+    """File to append all requests, decisions and tokens to, for `jaxpaged replay`."""
     check_integrity: bool = False
     """Prove the block pool's invariants after every step (slow; also JAXPAGED_CHECK=1)."""
     disable_progress: bool = False
@@ -122,6 +126,11 @@ class EngineConfig:
             raise ConfigError(
                 f"num_processes={self.num_processes} needs coordinator, the HOST:PORT at which "
                 "process 0 can be reached."
+            )
+        if self.num_processes > 1 and self.record is not None:
+            raise ConfigError(
+                f"record={self.record!r} cannot be used with num_processes={self.num_processes}: "
+                "only an engine of one process can be recorded."
             )
 
     @classmethod
@@ -197,6 +206,7 @@ _CHECKS: dict[str, checks.Check] = {
     "max_logprobs": checks.integer(-1),
     "attention_backend": checks.choice(*ATTENTION_BACKENDS),
     "kernel_tuning_table": checks.optional(checks.text("the path of a JSON file")),
+    "deterministic": checks.optional(checks.boolean),
     "tensor_parallel_size": checks.optional(checks.integer(1)),
     "coordinator": checks.optional(_address),
     "num_processes": checks.integer(1),
@@ -208,6 +218,7 @@ _CHECKS: dict[str, checks.Check] = {
     "compile_cache_dir": checks.optional(checks.text("a path, or an empty text", empty=True)),
     "decode_buckets": checks.optional(_buckets),
     "prefill_buckets": checks.optional(_buckets),
+    "record": checks.optional(checks.text("the path of a file")),
     "check_integrity": checks.boolean,
     "disable_progress": checks.boolean,
 }

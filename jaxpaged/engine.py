@@ -7,21 +7,28 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from jaxpaged.beam_params import BeamSearchParams
+from jaxpaged.beam_request import Beam, BeamState
+from jaxpaged.beam_search import Candidates
 from jaxpaged.completion import Completion, RequestState
 from jaxpaged.core.plan import ScheduledStep
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.device.runner import Launched, Runner, StepResult
 from jaxpaged.device.sampler import STATUS_ALL_MASKED, STATUS_NOT_FINITE
-from jaxpaged.errors import EngineDeadError, InvalidRequestError, told
+from jaxpaged.errors import EngineDeadError, InvalidRequestError, UnavailableError, told
 from jaxpaged.intake import Intake, Prompt
 from jaxpaged.metrics import EngineMetrics
+from jaxpaged.observer import EngineObserver
 from jaxpaged.outputs import EngineStats, RequestOutput
 from jaxpaged.recording import Recorder
 from jaxpaged.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
+_ASLEEP_RETRY = 5.0
+"""Seconds that HTTP clients are told to wait."""
 
 _ROW_ERRORS = {
     STATUS_NOT_FINITE: "The model's logits are not finite (NaN or infinity) for this request.",
@@ -66,11 +73,15 @@ class Engine:
         self._depth = 2 if async_scheduling else 1
         self._check_integrity = check_integrity
         self._eager = eager
-        self._states: dict[str, RequestState] = {}
+        self._states: dict[str, RequestState | BeamState] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._changed: dict[str, RequestState] = {}
+        self._changed: dict[str, RequestState | BeamState] = {}
         """Requests to report at the end of this step, in the order in which they changed."""
+        self._held: list[RequestOutput] = []
+        """Outputs of steps that nobody asked for, as weights came; the next step returns them."""
         self._recorder = Recorder()
+        self.observer: EngineObserver | None = None
+        """Who is told of all that decides what is computed, such as a recording."""
         self._closed = False
 
     @property
@@ -88,7 +99,7 @@ class Engine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -98,11 +109,15 @@ class Engine:
         """Queue a request. `priority`: smaller is sooner, under the priority policy only.
 
         With `delta_interval` N above 0 the outputs of this request tell only what is new, and come
-        with its first token, then every N tokens, and at its end.
+        with its first token, then every N tokens, and at its end. A beam search is reported at its
+        end only.
 
-        Raises `InvalidRequestError` (nothing is queued then) and `EngineDeadError` after `close`.
+        Raises `InvalidRequestError` (nothing is queued then), `UnavailableError` while asleep and
+        `EngineDeadError` after `close`.
         """
         self._check_open()
+        if self.runner.unready is not None:
+            raise UnavailableError(self.runner.unready, _ASLEEP_RETRY)
         if request_id in self._states:
             raise InvalidRequestError(
                 f"request_id {request_id!r} is in use; wait for it to end or take another.",
@@ -116,42 +131,49 @@ class Engine:
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             cache_salt=cache_salt,
         )
-        added: list[Request] = []
-        try:
-            for completion in state.completions:
-                self.scheduler.add(completion.core)
-                added.append(completion.core)
-        except InvalidRequestError:
-            for core in added:
-                self.scheduler.finish(core, "abort")
-            raise
+        if isinstance(state, BeamState):
+            self.scheduler.add_beams([beam.core for beam in state.beams])
+        else:
+            self.scheduler.add_group([completion.core for completion in state.completions])
         state.delta_interval = delta_interval
         self._states[request_id] = state
+        if self.observer is not None:
+            self.observer.added(state)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests in whatever phase they are; unknown and finished ids are ignored.
 
         The next `step` reports each once more, with what it has so far and finish_reason "abort".
         """
-        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            state = self._states.get(request_id)
-            if state is None:
-                continue
-            for completion in state.completions:
+        given = [request_ids] if isinstance(request_ids, str) else request_ids
+        ids = [i for i in dict.fromkeys(given) if i in self._states]
+        if self.observer is not None and ids:
+            self.observer.aborted(ids)
+        self._abort(ids)
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            for completion in self._states[request_id].completions:
                 if not completion.core.is_finished:
                     self._finish(completion, "abort")
 
     def discard(self, request_ids: Iterable[str]) -> None:
         """Abort requests and never report them: their caller is gone."""
-        ids = list(request_ids)
-        self.abort(ids)
+        ids = [i for i in dict.fromkeys(request_ids) if i in self._states]
+        if self.observer is not None and ids:
+            self.observer.discarded(ids)
+        self._abort(ids)
         for request_id in ids:
-            self._states.pop(request_id, None)
+            del self._states[request_id]
             self._changed.pop(request_id, None)
+        self._held = [output for output in self._held if output.request_id not in ids]
 
     def has_unfinished_requests(self) -> bool:
-        """True while any request has not been reported as finished."""
-        return bool(self._states)
+        """True while any request has not been reported as finished; while the engine is asleep
+        those that wait for it to wake do not count.
+        """
+        waiting = bool(self._states) and self.runner.unready is None
+        return waiting or bool(self._changed or self._held)
 
     # ------------------------------------------------------------------ the loop
 
@@ -161,6 +183,10 @@ class Engine:
         May return an empty list, for example while a long prompt is computed in chunks.
         """
         self._check_open()
+        held, self._held = self._held, []
+        return held + self._step()
+
+    def _step(self) -> list[RequestOutput]:
         try:
             while len(self._in_flight) < self._depth and self._launch_next():
                 pass
@@ -171,14 +197,21 @@ class Engine:
             raise
         if self._check_integrity:
             self.scheduler.check_integrity()
-        return self._report()
+        outputs = self._report()
+        if self.observer is not None:
+            self.observer.stepped(idle=not self._states)
+        return outputs
 
     def _launch_next(self) -> bool:
+        if self.runner.unready is not None:
+            return False
         step = self.scheduler.schedule()
         for core in self.scheduler.take_failed():
             self._ended(_completion(core))
         if step is None:
             return False
+        if self.observer is not None:
+            self.observer.planned(step)
         newest = self._in_flight[-1].launched if self._in_flight else None
         gap = self._recorder.host_gap(newest, self.runner)
         start = time.monotonic()
@@ -192,6 +225,8 @@ class Engine:
         return True
 
     def _launch(self, step: ScheduledStep, now: float) -> Launched:
+        if step.copies:
+            self.runner.copy_blocks(step.copies)
         completions = [_completion(row.request) for row in step.rows]
         for row, completion in zip(step.rows, completions, strict=True):
             if row.admitted and completion.parent.times.scheduled is None:
@@ -232,6 +267,7 @@ class Engine:
             completion = _completion(row.request)
             if (
                 start >= 0
+                and isinstance(completion, Completion)
                 and completion.row.wants_prompt_logprobs
                 and row.epoch == row.request.epoch
             ):
@@ -252,17 +288,47 @@ class Engine:
                 self._finish(_completion(row.request), "error", error=message)
         tokens = samples.tokens.tolist()
         place_of = {id(row.request): place for row, place in zip(step.rows, places, strict=True)}
-        for update in self.scheduler.update(step, [tokens[place] for place in places]):
-            completion = _completion(update.request)
+        updates = self.scheduler.update(step, [tokens[place] for place in places])
+        if self.observer is not None:
+            self.observer.read(step, updates)
+        searches: dict[str, BeamState] = {}
+        for update in updates:
+            completion, place = _completion(update.request), place_of[id(update.request)]
             try:
-                if update.token is not None:
-                    completion.add_logprobs(samples, place_of[id(update.request)])
+                if isinstance(completion, Beam):
+                    assert result.beams is not None
+                    state = completion.parent
+                    ids, logprobs = (x[place, : state.search.num_candidates] for x in result.beams)
+                    completion.collect(Candidates(ids.tolist(), logprobs.tolist()))
+                    searches[state.request_id] = state
+                elif update.token is not None:
+                    completion.add_logprobs(samples, place)
                     self._recorder.token(completion, now)
                     self._deliver(completion, update.token)
                 elif update.finished:
                     self._ended(completion)
             except Exception as error:  # one request's text must not end the others
                 self._fail_on_host(completion, error)
+        for state in searches.values():
+            try:
+                if not state.finished:
+                    self._advance(state)
+            except Exception as error:
+                self._fail_on_host(state.beams[0], error)
+
+    def _advance(self, state: BeamState) -> None:
+        """Go on with a search if all its live beams have been computed."""
+        continuations = state.advance()
+        if continuations is None:
+            return
+        if self.observer is not None:
+            self.observer.branched(state.request_id, continuations)
+        self._recorder.search(state, time.monotonic())
+        if continuations:
+            self.scheduler.advance_beams(state.group, continuations)
+        else:
+            self.scheduler.finish(state.core, state.finish_reason)
+            self._ended(state.beams[0])
 
     def _deliver(self, completion: Completion, token: int) -> None:
         core = completion.core
@@ -280,12 +346,17 @@ class Engine:
 
     # ------------------------------------------------------------------ endings
 
-    def _finish(self, completion: Completion, reason: str, *, error: str | None = None) -> None:
+    def _finish(self, completion: Completion | Beam, reason: str, *, error: str | None = None) -> None:
         self.scheduler.finish(completion.core, reason, error=error)
         self._ended(completion)
 
-    def _ended(self, completion: Completion) -> None:
+    def _ended(self, completion: Completion | Beam) -> None:
         """A completion has ended in the scheduler: close its text and report it."""
+        self._close_text(completion)
+        if self.observer is not None:
+            self.observer.ended(completion)
+
+    def _close_text(self, completion: Completion | Beam) -> None:
         core = completion.core
         self._changed[completion.parent.request_id] = completion.parent
         try:
@@ -298,7 +369,7 @@ class Engine:
         if matched is not None and core.finish_reason == "length":
             self.scheduler.amend_ending(core, "stop", stop_reason=matched)
 
-    def _fail_on_host(self, completion: Completion, error: Exception) -> None:
+    def _fail_on_host(self, completion: Completion | Beam, error: Exception) -> None:
         """What the host makes of one request's tokens went wrong: it ends, and nobody else."""
         core = completion.core
         _log.error("Request %s failed on the host.", core.request_id, exc_info=error)
@@ -358,9 +429,79 @@ class Engine:
 
     def _start_over(self, failed: list[ScheduledStep], text: str) -> None:
         """On a new pool: what was in the failed steps ends with this error."""
+        if self.observer is not None:
+            self.observer.failed(text)
         for core in self.scheduler.fail_steps(failed, text):
             self._ended(_completion(core))
         self.runner.reset()
+
+    # ------------------------------------------------------------------ weights, sleep
+
+    def update_weights(self, source: Any, *, running: str = "finish") -> None:
+        """New weights in the place of the old ones; see `LLM.update_weights`."""
+        self._check_open()
+        _check_running(running, ("finish", "recompute", "abort"))
+        update = self.runner.check_weights(source)
+        try:
+            self._settle(running, "update_weights")
+            self.runner.replace_weights(update)
+        finally:
+            update.close()
+
+    def sleep(self, *, weights: bool | str = False, running: str = "refuse") -> None:
+        """Give device memory back until `wake`; see `LLM.sleep`."""
+        self._check_open()
+        if not isinstance(weights, bool) and weights != "discard":
+            raise InvalidRequestError(
+                f'weights must be True, False or "discard", got {weights!r}.', param="weights"
+            )
+        _check_running(running, ("refuse", "finish", "recompute", "abort"))
+        if running == "refuse" and self._states:
+            raise InvalidRequestError(
+                f"The engine has {len(self._states)} unfinished requests; step them to their end, "
+                'or say what becomes of them: running="finish", "recompute" or "abort".',
+                param="running",
+            )
+        self._settle(running, "sleep")
+        self.runner.sleep(weights)
+
+    def wake(self) -> None:
+        """The opposite of `sleep`."""
+        self._check_open()
+        self.runner.wake()
+        if self.observer is not None:
+            self.observer.event("wake")
+
+    def _settle(self, running: str, why: str) -> None:
+        """No step is in flight afterwards, no request holds a block, and no prefix is cached.
+
+        What requests have produced meanwhile is returned by the next step.
+        """
+        if running == "finish" and self._states and self.runner.unready is not None:
+            raise InvalidRequestError(
+                f"{len(self._states)} requests cannot be finished now. "
+                f'{self.runner.unready} Or pass running="recompute" or "abort".',
+                param="running",
+            )
+        if self.observer is not None:
+            self.observer.event(why, running=running)
+        if running == "abort":
+            self._abort(list(self._states))
+        elif running == "finish":
+            while self._states:
+                self._held += self._step()
+        try:
+            while self._in_flight:
+                self._finish_oldest()
+        except BaseException as error:
+            self._drop_in_flight(error)
+            raise
+        self._held += self._report()
+        for state in self._states.values():
+            if isinstance(state, RequestState):
+                state.forget_unfinished_prompt()
+        if not self.scheduler.reset_prefix_cache(preempt_running=True):
+            raise AssertionError("blocks are held though nothing runs")
 
     # ------------------------------------------------------------------ the rest
 
@@ -379,6 +520,8 @@ class Engine:
             prompt_tokens=stats.prompt_tokens,
             generation_tokens=stats.generation_tokens,
             recomputed_tokens=stats.recomputed_tokens,
+            forks=stats.forks,
+            copied_blocks=stats.copied_blocks,
             kv_usage=scheduler.kv_usage,
             num_blocks=scheduler.config.num_blocks,
             block_size=scheduler.config.block_size,
@@ -394,15 +537,21 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing changed, while requests hold blocks."""
-        return self.scheduler.reset_prefix_cache()
+        done = self.scheduler.reset_prefix_cache()
+        if self.observer is not None:
+            self.observer.cache_reset(done=done)
+        return done
 
     def close(self) -> None:
         """Abort everything and give the device memory back. Idempotent."""
         if self._closed:
             return
-        self.abort(list(self._states))
+        if self.observer is not None:
+            self.observer.closed()
+        self._abort(list(self._states))
         self._states.clear()
         self._changed.clear()
+        self._held.clear()
         self._in_flight.clear()
         self._closed = True
         self.runner.close()
@@ -412,6 +561,13 @@ class Engine:
             raise EngineDeadError("The engine was closed; make a new one.")
 
 
-def _completion(core: Request) -> Completion:
-    assert isinstance(core.payload, Completion)
+def _check_running(value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidRequestError(
+            f"running must be one of {', '.join(choices)}, got {value!r}.", param="running"
+        )
+
+
+def _completion(core: Request) -> Completion | Beam:
+    assert isinstance(core.payload, (Completion, Beam))
     return core.payload

@@ -11,7 +11,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxpaged.errors import ConfigError
 
@@ -104,10 +104,14 @@ def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
 def value_of(cls: type, field: str, text: str) -> Any:
     """The value of a field written as one text (in the environment, say), as its flag reads it.
 
-    Booleans are one of `SWITCH_WORDS`. Raises `ConfigError` for what cannot be read.
+    Booleans are one of `SWITCH_WORDS`, or of `NONE` where they may be None. Raises `ConfigError`
+    for what cannot be read.
     """
     hint = typing.get_type_hints(cls)[field]
-    if _kinds(hint)[0] == [bool]:
+    kinds, optional = _kinds(hint)
+    if kinds == [bool]:
+        if optional and text in NONE:
+            return None
         if text.strip().lower() not in SWITCH_WORDS:
             raise ConfigError(f"expected true or false, got {text!r}")
         return SWITCH_WORDS[text.strip().lower()]
@@ -134,6 +138,10 @@ def _options(hint: Any) -> dict[str, Any]:
     kinds, optional = _kinds(hint)
     if kinds == [bool]:
         return {"action": argparse.BooleanOptionalAction}
+    words = [w for kind in kinds if typing.get_origin(kind) is Literal for w in get_args(kind)]
+    if words:
+        words = [*(("true", "false") if bool in kinds else ()), *words]
+        return {"type": _one_of(words), "metavar": "|".join(words)}
     if list[str] in kinds:
         return {"action": "append", "metavar": "TEXT"}
     if list[int] in kinds:
@@ -164,6 +172,18 @@ def _or_none(parse: Callable[[str], Any], optional: bool) -> Callable[[str], Any
         return None if optional and text in NONE else parse(text)
 
     return parse_or_none
+
+
+def _one_of(words: Sequence[str]) -> Callable[[str], Any]:
+    """One of some words; "true" and "false" are booleans."""
+
+    def parse(text: str) -> Any:
+        if text not in words:
+            expected = " or ".join([", ".join(words[:-1]), words[-1]])
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return {"true": True, "false": False}.get(text, text)
+
+    return parse
 
 
 def _int(text: str) -> int:

@@ -4,6 +4,7 @@ scheduled here.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,13 @@ from typing import Any, cast
 
 import numpy as np
 
+from jaxpaged.beam_params import BeamSearchParams
+from jaxpaged.beam_request import Beam, BeamState
+from jaxpaged.beam_search import BeamSearch
 from jaxpaged.completion import Completion, RequestState, SlotRecipe
 from jaxpaged.core.request import Request
 from jaxpaged.device.packing import RowRequest
-from jaxpaged.device.sampling_state import needs_slot, row_fields
+from jaxpaged.device.sampling_state import BEAM, needs_slot, row_fields
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.outputs import RequestTimes
 from jaxpaged.sampling_params import SamplingParams
@@ -48,6 +52,8 @@ class Limits:
     max_model_len: int
     max_logprobs: int
     eos_token_ids: tuple[int, ...]
+    num_candidates: int = 2
+    """Next tokens of each beam that a search can look at."""
 
 
 class Intake:
@@ -64,13 +70,15 @@ class Intake:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: int,
         arrival_time: float,
         cache_salt: str | None = None,
-    ) -> RequestState:
-        """The state of a request with its n scheduler requests, ready to be added."""
+    ) -> RequestState | BeamState:
+        """The state of a request with its scheduler requests, one a sample or beam, ready to be
+        added.
+        """
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError(
                 f"request_id must be a non-empty string, got {request_id!r}.", param="request_id"
@@ -88,13 +96,15 @@ class Intake:
                 f"arrival_time must be a finite number of seconds, got {arrival_time!r}.",
                 param="arrival_time",
             )
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError(
-                f"sampling_params must be SamplingParams, got {type(params).__name__}; from a "
-                "mapping make one with SamplingParams.from_dict.",
+                "sampling_params must be SamplingParams or BeamSearchParams, got "
+                f"{type(params).__name__}; from a mapping make one with their from_dict.",
                 param="sampling_params",
             )
         parsed = prompt if isinstance(prompt, ParsedPrompt) else self.parse(prompt, cache_salt)
+        if isinstance(params, BeamSearchParams):
+            return self._build_beams(request_id, parsed, params, priority, arrival_time)
         self._check_length(parsed.token_ids, params)
         self._check_params(params)
         slot = self._slot_recipe(params)
@@ -117,8 +127,64 @@ class Intake:
             # The prompt is scored once, by the first sample.
             row = RowRequest(fields, index, wants_prompt and index == 0)
             completion = self._completion(state, index, row)
-            completion.core = self._core(state, completion, parsed, priority, arrival_time)
+            completion.core = self._core(
+                params, request_id, completion, parsed, priority, arrival_time
+            )
             state.completions.append(completion)
+        return state
+
+    def _build_beams(
+        self,
+        request_id: str,
+        parsed: ParsedPrompt,
+        asked: BeamSearchParams,
+        priority: int,
+        arrival_time: float,
+    ) -> BeamState:
+        params = SamplingParams(
+            n=asked.beam_width,
+            temperature=0.0,
+            max_tokens=asked.max_tokens,
+            stop_token_ids=asked.stop_token_ids,
+            ignore_eos=asked.ignore_eos,
+        )
+        self._check_length(parsed.token_ids, params)
+        self._check_params(params)
+        limits = self.limits
+        search = BeamSearch(
+            asked,
+            eos_token_ids=limits.eos_token_ids,
+            prompt_len=len(parsed.token_ids),
+            max_model_len=limits.max_model_len,
+        )
+        enough = min(search.num_candidates, limits.vocab_size)
+        if 2 * asked.beam_width <= limits.num_candidates < enough:
+            raise InvalidRequestError(
+                f"stop_token_ids and the model's EOS ids are too many for a search of beam_width="
+                f"{asked.beam_width}: it would have to look at {search.num_candidates} next tokens "
+                f"of each beam, and this engine at {limits.num_candidates}; pass fewer "
+                "stop_token_ids.",
+                param="stop_token_ids",
+            )
+        fields = dataclasses.replace(
+            row_fields(params, 0, vocab_size=limits.vocab_size),
+            flags=BEAM,
+            temperature=asked.divisor,
+        )
+        state = BeamState(
+            request_id,
+            parsed.text,
+            parsed.token_ids,
+            params,
+            asked,
+            self.tokenizer,
+            search,
+            RequestTimes(arrival_time),
+        )
+        for index in range(asked.beam_width):
+            beam = Beam(state, RowRequest(fields, index, wants_prompt_logprobs=False))
+            beam.core = self._core(state.params, request_id, beam, parsed, priority, arrival_time)
+            state.beams.append(beam)
         return state
 
     def parse(self, prompt: Prompt, cache_salt: str | None = None) -> ParsedPrompt:
@@ -270,17 +336,17 @@ class Intake:
 
     def _core(
         self,
-        state: RequestState,
-        completion: Completion,
+        params: SamplingParams,
+        request_id: str,
+        completion: Completion | Beam,
         parsed: ParsedPrompt,
         priority: int,
         arrival_time: float,
     ) -> Request:
-        params = state.params
         room = self.limits.max_model_len - len(parsed.token_ids)
         return Request(
             # The index is always there, so that no request's id is that of another's sample.
-            f"{completion.index}_{state.request_id}",
+            f"{completion.row.sample_index}_{request_id}",
             parsed.token_ids,
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             min_tokens=params.min_tokens,

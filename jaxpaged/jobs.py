@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.errors import InvalidRequestError, JaxpagedError
 from jaxpaged.sampling_params import SamplingParams
 
 KINDS = ("prompt", "messages", "prompt_token_ids")
 KEYS = (*KINDS, "params", "cache_salt", "priority")
 SHOWN_ERRORS = 10
+BEAM_FIELDS = ("beam_width", "length_penalty", "early_stopping")
+"""What beam searches alone have."""
 
 
 class InputError(JaxpagedError, ValueError):
@@ -37,7 +40,7 @@ class Job:
     priority: int = 0
     """Smaller is sooner, under the priority policy only."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling fields of this prompt alone; they win over those of the whole run."""
+    """Sampling or search fields of this prompt alone; they win over those of the whole run."""
 
 
 def jobs_from_texts(texts: Iterable[str], *, chat: bool) -> list[Job]:
@@ -90,6 +93,24 @@ def _parse_lines(data: bytes, parse: Callable[[str, str], Job]) -> list[Job]:
     return jobs
 
 
+def check_params(params: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
+    """Raises `InvalidRequestError` for fields that are unknown or out of range: those of the whole
+    run, with a line's own. With a `beam_width` of the run's all its jobs are beam searches.
+    """
+    fields = {**params, **(own or {})}
+    if "beam_width" in params:
+        BeamSearchParams.from_dict(fields)
+        return
+    for name in BEAM_FIELDS:
+        if name in fields:
+            raise InvalidRequestError(
+                f"{name} is of beam searches: give the run --beam-width, and all its prompts are "
+                "searched.",
+                param=name,
+            )
+    SamplingParams.from_dict(fields)
+
+
 def _text_job(where: str, text: str, chat: bool) -> Job:
     if chat:
         return Job(where=where, messages=[{"role": "user", "content": text}])
@@ -116,7 +137,7 @@ def _json_job(line: str, where: str, chat: bool, params: Mapping[str, Any]) -> J
     own = fields.get("params", {})
     if not isinstance(own, dict):
         raise InvalidRequestError("params must be an object of sampling fields", param="params")
-    SamplingParams.from_dict({**params, **own})  # raises for what is unknown or out of range
+    check_params(params, own)
     salt = fields.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise InvalidRequestError("cache_salt must be a non-empty string", param="cache_salt")

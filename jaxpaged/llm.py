@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.config import EngineConfig
 from jaxpaged.device.cluster import agree
+from jaxpaged.device.weight_update import trainer_parameters
 from jaxpaged.engine import Engine
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.intake import Prompt
+from jaxpaged.models.base import CausalLM
+from jaxpaged.models.exchange import as_tensors, parameters
 from jaxpaged.outputs import EngineStats, RequestOutput
 from jaxpaged.progress import progress_bar
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.startup import build_engine
 from jaxpaged.text.tokenizer import Tokenizer
+from jaxpaged.training import build_module
 
 Message = Mapping[str, Any]
+P = TypeVar("P", SamplingParams, BeamSearchParams)
 OnFinished = Callable[[int, RequestOutput], None]
 """Called with the index of a prompt and its finished output."""
 
@@ -62,14 +69,42 @@ class LLM:
         """
         batch = _as_list(prompts)
         params = self._params_for(batch, sampling_params)
-        if priority is not None and len(priority) != len(batch):
-            raise InvalidRequestError(
-                f"{len(priority)} priorities were given for {len(batch)} prompts.", "priority"
-            )
         return self._run(
             batch,
             params,
-            priority or [0] * len(batch),
+            _priorities(batch, priority),
+            use_tqdm=use_tqdm,
+            on_finished=on_finished,
+        )
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> list[RequestOutput]:
+        """Search for the likeliest completions of prompts, as given to `generate`; results come in
+        their order.
+
+        `outputs` of a result are its hypotheses, best first, each with its `score`: at most
+        `beam_width`, and fewer only where the model has fewer tokens to go on with. One
+        `BeamSearchParams` serves all prompts, a list gives one to each. The beams of a search share
+        the KV blocks of what they have in common, run in one batch with those of the others, and
+        compute one token a step.
+
+        Hypotheses and scores are those of transformers' `generate(num_beams=beam_width,
+        num_return_sequences=beam_width, do_sample=False)`. Raises `InvalidRequestError` naming the
+        first bad prompt before anything runs, also for a beam_width above max_num_seqs.
+        """
+        batch = _as_list(prompts)
+        given = _one_for_each(batch, params, BeamSearchParams, "params")
+        return self._run(
+            batch,
+            given,
+            _priorities(batch, priority),
             use_tqdm=use_tqdm,
             on_finished=on_finished,
         )
@@ -144,7 +179,7 @@ class LLM:
     def _run(
         self,
         prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        params: Sequence[SamplingParams] | Sequence[BeamSearchParams],
         priority: Sequence[int],
         *,
         use_tqdm: bool,
@@ -188,20 +223,9 @@ class LLM:
         prompts: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or self.default_sampling_params()] * len(prompts)
-        if isinstance(params, str) or not isinstance(params, Sequence):
-            raise InvalidRequestError(
-                f"sampling_params must be SamplingParams or a list of them, got {params!r}.",
-                param="sampling_params",
-            )
-        if len(params) != len(prompts):
-            raise InvalidRequestError(
-                f"{len(params)} sampling_params were given for {len(prompts)} prompts; give one, "
-                "or one for each.",
-                param="sampling_params",
-            )
-        return list(params)
+        if params is None:
+            params = self.default_sampling_params()
+        return _one_for_each(prompts, params, SamplingParams, "sampling_params")
 
     def default_sampling_params(self) -> SamplingParams:
         """`SamplingParams()` with the sampling defaults that come with the model."""
@@ -222,6 +246,64 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False while requests run."""
         return self.engine.reset_prefix_cache()
+
+    # ------------------------------------------------------------------ training
+
+    def update_weights(self, source: Any, *, running: str = "finish") -> None:
+        """Swap the model's weights in place, without a compile; the prefix cache is emptied.
+
+        `source` is a Flax module or `nnx.State` of the same model, a flat or nested mapping of its
+        parameters' paths (or of the tensors' Hugging Face names) to arrays, or the path of an Orbax
+        checkpoint, a .safetensors or .gguf file, or a folder of such files. All parameters must be
+        there, in the model's shapes. Arrays are copied, and cast to the engine's dtype.
+
+        `running` says what becomes of unfinished requests (added through `engine` only): "finish"
+        runs them to their end with the old weights first, "recompute" keeps their tokens, computes
+        their KV anew with the new weights and goes on, "abort" ends them. Their outputs come with
+        the next `engine.step()`.
+
+        Raises `ModelLoadError` naming what does not fit, before anything is changed: requests and
+        old weights are as they were. Only should the device run out of memory later, or Ctrl-C
+        come, the engine is left without weights, and refuses requests until it is given some.
+        """
+        self.engine.update_weights(source, running=running)
+
+    def sleep(self, *, weights: bool | str = False, running: str = "refuse") -> None:
+        """Give the KV cache's device memory back, until `wake`. Idempotent.
+
+        With `weights=True` the weights go to host memory as well (on CPUs that gains nothing); with
+        "discard" they are thrown away, and `update_weights` must bring others before `wake`.
+        Unfinished requests are an `InvalidRequestError`, unless `running` is "finish", "recompute"
+        (they go on after `wake`) or "abort". `generate` raises `UnavailableError` meanwhile.
+        """
+        self.engine.sleep(weights=weights, running=running)
+
+    def wake(self) -> None:
+        """Take the memory again and go on, without a compile. Idempotent.
+
+        Raises `UnavailableError` if the weights were discarded, and `ConfigError` if there is no
+        memory; the engine stays asleep then.
+        """
+        self.engine.wake()
+
+    def flax_model(self, dtype: str | None = None) -> CausalLM:
+        """The model as a Flax NNX module with a copy of the weights, for `jaxpaged.training`.
+
+        It is whole (not cut over the engine's devices), on JAX's default device, in `dtype` (the
+        engine's if None). Give it back with `update_weights`.
+        """
+        target = self.engine.runner.target
+        params = trainer_parameters(target, self.engine.runner.weights_by_path())
+        chosen = self.engine.runner.dtype_name if dtype is None else dtype
+        return build_module(target.model, target.config.over(1), params, jnp.dtype(chosen))
+
+    def checkpoint_tensors(self, model: Any = None) -> dict[str, np.ndarray[Any, Any]]:
+        """The tensors of a Hugging Face checkpoint, by name, of a Flax module, state or mapping as
+        `update_weights` takes it by its paths; of the engine's own weights if None.
+        """
+        target = self.engine.runner.target
+        given = self.flax_model() if model is None else model
+        return as_tensors(target.model, target.config.over(1), parameters(given))
 
     def close(self) -> None:
         """Give the device memory back. Idempotent; any later call raises `EngineDeadError`."""
@@ -257,6 +339,43 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if items and all(isinstance(i, integers) and not isinstance(i, bool) for i in items):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
+
+
+def _priorities(prompts: Sequence[Any], given: Sequence[int] | None) -> Sequence[int]:
+    if given is None:
+        return [0] * len(prompts)
+    if len(given) != len(prompts):
+        raise InvalidRequestError(
+            f"{len(given)} priorities were given for {len(prompts)} prompts.", "priority"
+        )
+    return given
+
+
+def _one_for_each(
+    prompts: Sequence[Any], params: P | Sequence[P], kind: type[P], argument: str
+) -> list[P]:
+    """Parameters of every prompt, from those of all or from a list."""
+    if isinstance(params, kind):
+        return [params] * len(prompts)
+    if isinstance(params, str) or not isinstance(params, Sequence):
+        raise InvalidRequestError(
+            f"{argument} must be {kind.__name__} or a list of them, got {params!r}.",
+            param=argument,
+        )
+    if len(params) != len(prompts):
+        raise InvalidRequestError(
+            f"{len(params)} {argument} were given for {len(prompts)} prompts; give one, or one for "
+            "each.",
+            param=argument,
+        )
+    for i, one in enumerate(params):
+        if not isinstance(one, kind):
+            raise InvalidRequestError(
+                f"{argument} must be {kind.__name__} or a list of them, got "
+                f"{type(one).__name__} at position {i}.",
+                param=argument,
+            )
+    return list(params)
 
 
 def _is_conversation(messages: Sequence[Any]) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Logprob:
-    """One candidate token: raw log-probability, rank (1 = likeliest) and its text."""
+    """One candidate token: log-probability, rank (1 = likeliest) and its text."""
 
     logprob: float
     rank: int | None = None
@@ -33,6 +33,12 @@ class CompletionOutput:
     """The stop token id or stop string that ended it; None for EOS and everything else."""
     error: str | None = None
     """What went wrong, when finish_reason is "error"."""
+    logprobs_mode: str | None = None
+    """What the logprobs are of: "raw" (the model) or "processed" (what the tokens are drawn from);
+    None without logprobs."""
+
+    score: float | None = None
+    """Of a beam search: cumulative_logprob over the length to the power of the length penalty."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -85,6 +91,10 @@ class EngineStats:
     generation_tokens: int = 0
     recomputed_tokens: int = 0
     """Tokens computed again after preemptions."""
+    forks: int = 0
+    """Sequences that began by sharing the KV blocks of another one: samples and beams."""
+    copied_blocks: int = 0
+    """KV blocks copied before they were written, because others held them or could find them."""
     kv_usage: float = 0.0
     """Gauge: share of usable blocks held by requests, 0..1."""
     num_blocks: int = 0

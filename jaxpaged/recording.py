@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from jaxpaged.beam_request import BeamState
 from jaxpaged.completion import Completion, RequestState
 from jaxpaged.device.packing import PackedStep
 from jaxpaged.device.runner import Launched, Runner
@@ -74,22 +75,37 @@ class Recorder:
         elif before is not None:
             self.metrics.next_token(now - before)
 
-    def finished(self, state: RequestState) -> None:
+    def search(self, state: BeamState, now: float) -> None:
+        """A beam search has gone on by one token."""
+        times, before = state.times, state.times.last_token
+        times.last_token = now
+        if times.first_token is None:
+            times.first_token = now
+            if self.metrics is not None:
+                self.metrics.first_token(now - times.arrival)
+        elif before is not None and self.metrics is not None:
+            self.metrics.next_token(now - before)
+
+    def finished(self, state: RequestState | BeamState) -> None:
         """All samples of a request have ended."""
         if self.metrics is None:
             return
         cores = [completion.core for completion in state.completions]
         reasons = [core.finish_reason or "error" for core in cores]
         times = state.times
+        if isinstance(state, BeamState):
+            lengths = [len(found.token_ids) for found in state.search.hypotheses()]
+        else:
+            lengths = [core.num_output_tokens for core in cores]
         self.metrics.request_finished(
             FinishedRequest(
                 reason="error" if "error" in reasons else reasons[0],
                 num_prompt_tokens=len(state.prompt_token_ids),
                 num_cached_tokens=cores[0].num_cached_tokens,
-                num_generated_tokens=sum(core.num_output_tokens for core in cores),
-                longest_sample=max(core.num_output_tokens for core in cores),
+                num_generated_tokens=sum(lengths),
+                longest_sample=max(lengths),
                 max_tokens=state.params.max_tokens,
-                n=len(cores),
+                n=state.params.n,
                 num_preemptions=sum(core.num_preemptions for core in cores),
                 arrival=times.arrival,
                 scheduled=times.scheduled,

@@ -69,9 +69,12 @@ class SamplingParams:
     seed: int | None = None
     """64 bits are used; None (or -1) draws a seed from the engine's generator."""
     logprobs: int | None = None
-    """Raw log-probabilities of the drawn token and of this many of the likeliest; -1 is all."""
+    """Log-probabilities of the drawn token and of this many of the likeliest; -1 is all."""
+    logprobs_mode: str = "raw"
+    """"raw": of the model, before every rule and temperature. "processed": of what the token is
+    drawn from, after all of them; minus infinity for what was cut."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens."""
+    """The same for the prompt's tokens, always raw."""
     detokenize: bool = True
     """Turn tokens into text; False leaves the text empty."""
     skip_special_tokens: bool = True
@@ -174,6 +177,7 @@ _CHECKS: dict[str, checks.Check] = {
         checks.integer(-(2**63), MAX_SEED, rule="an integer in [-2**63, 2**64)")
     ),
     "logprobs": _LOGPROBS,
+    "logprobs_mode": checks.choice("raw", "processed"),
     "prompt_logprobs": _LOGPROBS,
     "detokenize": checks.boolean,
     "skip_special_tokens": checks.boolean,

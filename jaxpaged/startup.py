@@ -18,8 +18,10 @@ from jaxpaged.config import (
 from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
 from jaxpaged.device.attention import AttentionSizes, PagedAttention
 from jaxpaged.device.attention_choice import choose_backend, read_tuning_table
+from jaxpaged.device.beam_candidates import num_candidates
 from jaxpaged.device.buckets import Buckets, choose_buckets
 from jaxpaged.device.cluster import agree, join, least
+from jaxpaged.device.determinism import decide, tell
 from jaxpaged.device.kv_cache import KVLayout
 from jaxpaged.device.memory_plan import (
     MemoryInputs,
@@ -38,6 +40,8 @@ from jaxpaged.errors import ConfigError, InvalidRequestError
 from jaxpaged.intake import Intake, Limits
 from jaxpaged.models.registry import find_model, supported_architectures
 from jaxpaged.progress import progress_bar
+from jaxpaged.record.header import header
+from jaxpaged.record.recording import Recording
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
 from jaxpaged.weights.source import ModelSource, resolve_source
@@ -56,6 +60,18 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     Raises `ConfigError` or `ModelLoadError` before anything is compiled.
     """
     _show_log(config)
+    recording = None if config.record is None else Recording(config.record)
+    try:
+        return _build(config, progress, recording)
+    except BaseException:
+        if recording is not None:
+            recording.stop()
+        raise
+
+
+def _build(
+    config: EngineConfig, progress: Progress | None, recording: Recording | None
+) -> Engine:
     # Before anything opens the device.
     fraction = claim_device_memory(config.gpu_memory_utilization)
     join(config)
@@ -64,20 +80,31 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source, config)
     use_compile_cache(config)
     placement = place_model(config, source)
-    backend = _choose_backend(config, placement)  # refuses before the weights are read
+    device = placement.mesh.local_devices[0]
+    determinism = decide(config.deterministic, config.attention_backend, device)
+    # Refuses before the weights are read.
+    backend = _choose_backend(config, placement, fixed=determinism.fixed_sizes)
+    _log.info("%s", tell(determinism))
     loaded = load_model(config, source, placement)
     agree("models", loaded.config)
     num_seqs, budget = _batch_limits(config)
     buckets = choose_buckets(
-        num_seqs, budget, decode=config.decode_buckets, prefill=config.prefill_buckets
+        num_seqs,
+        budget,
+        decode=config.decode_buckets,
+        prefill=config.prefill_buckets,
+        one_decode=determinism.fixed_sizes,
     )
     vocab = loaded.config.vocab_size
+    drawable = vocab if tokenizer is None else min(vocab, tokenizer.vocab_size)
     settings = StepSettings(
         block_size=config.block_size,
         max_logprobs=vocab if config.max_logprobs == -1 else min(config.max_logprobs, vocab),
         valid_vocab=vocab,
-        drawable=vocab if tokenizer is None else min(vocab, tokenizer.vocab_size),
+        drawable=drawable,
         kv_layout=KVLayout.of(loaded.config),
+        num_candidates=num_candidates(num_seqs, drawable),
+        determinism=determinism,
     )
     plan = _plan(config, loaded, backend, buckets, settings, num_seqs, budget, fraction)
     scheduler = Scheduler(_scheduler_config(config, loaded, plan, num_seqs, budget))
@@ -98,8 +125,9 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         max_model_len=plan.max_model_len,
         max_logprobs=settings.max_logprobs,
         eos_token_ids=eos_token_ids(source, tokenizer, vocab),
+        num_candidates=settings.num_candidates,
     )
-    return Engine(
+    engine = Engine(
         scheduler,
         runner,
         Intake(limits, tokenizer, config.seed),
@@ -108,6 +136,10 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         check_integrity=config.check_integrity or integrity_checks_forced(),
         eager=config.enforce_eager,
     )
+    if recording is not None:
+        recording.begin(header(config, source, engine))
+        engine.observer = recording
+    return engine
 
 
 def _show_log(config: EngineConfig) -> None:
@@ -122,13 +154,14 @@ def _show_log(config: EngineConfig) -> None:
         logger.setLevel(logging.INFO)
 
 
-def _choose_backend(config: EngineConfig, placement: Placement) -> PagedAttention:
+def _choose_backend(config: EngineConfig, placement: Placement, *, fixed: bool) -> PagedAttention:
     sizes = AttentionSizes.of(
         placement.config,
         block_size=config.block_size,
         dtype=placement.dtype,
         cache_dtype=placement.cache_dtype,
         table=read_tuning_table(config.kernel_tuning_table),
+        fixed=fixed,
     )
     device = placement.mesh.local_devices[0]
     backend, reason = choose_backend(config.attention_backend, sizes, device)
@@ -215,7 +248,7 @@ def _scheduler_config(
 
 def _warm_up(runner: Runner, config: EngineConfig, tell: Progress | None) -> None:
     with progress_bar(
-        total=len(runner.buckets.shapes) + 1,
+        total=runner.num_programs,
         desc="Compiling",
         unit="program",
         disable=config.disable_progress,

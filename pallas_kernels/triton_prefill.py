@@ -100,6 +100,7 @@ class _Plan:
     scale: float
     window: int | None
     soft_cap: float | None
+    uniform: bool
     interpret: bool
 
     @property
@@ -142,6 +143,7 @@ def paged_prefill(
     value_dim: int | None = None,
     config: PrefillConfig,
     layout: PoolLayout = PoolLayout.NHD,
+    uniform: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
     """Causal attention of new tokens over their paged context, which includes themselves (already
@@ -149,6 +151,8 @@ def paged_prefill(
 
     Args: `q` [P, N, H]; `block_tables` i32 [R, M]; `tiles` of at most `tile` tokens, which must be
     `tile_size(G, config)`. Returns [P, N, HV] in q's type, zeros for tokens that are in no tile.
+    `uniform` masks every tile of context, not only those at the edges: a token's sums then go
+    through one piece of code, whatever tokens are in its tile.
     Raises NotImplementedError for what the kernel cannot do (see `support`).
     """
     tokens, num_heads, head_dim = q.shape
@@ -188,6 +192,7 @@ def paged_prefill(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        uniform=uniform,
         interpret=interpret,
     )
     out = jax.ShapeDtypeStruct((tokens, num_heads, values.dim), q.dtype)
@@ -299,10 +304,13 @@ def _attend(
         jnp.zeros((rows, 1), jnp.float32),
         tuple(jnp.zeros((rows, width), jnp.float32) for _, width in plan.values.spans),
     )
-    if plan.window is not None:
-        carry = lax.fori_loop(walk.begin, walk.full_begin, walk.masked, carry)
-    carry = lax.fori_loop(walk.full_begin, walk.full_end, walk.unmasked, carry)
-    carry = lax.fori_loop(walk.full_end, walk.end, walk.masked, carry)
+    if plan.uniform:
+        carry = lax.fori_loop(walk.begin, walk.end, walk.masked, carry)
+    else:
+        if plan.window is not None:
+            carry = lax.fori_loop(walk.begin, walk.full_begin, walk.masked, carry)
+        carry = lax.fori_loop(walk.full_begin, walk.full_end, walk.unmasked, carry)
+        carry = lax.fori_loop(walk.full_end, walk.end, walk.masked, carry)
     _, _, total, acc = carry
     share = 1.0 / jnp.where(total == 0.0, 1.0, total)
     return tuple(piece * share for piece in acc)

@@ -4,8 +4,8 @@
     python scripts/bench_kernels.py --tune --out FILE [--budget 540] [--dry]
 
 Sections, in the order in which they run: ceilings, correctness, decode, step, engine, peer,
-prefill, write, step_reference, step_plain, ablations, tune. Without --sections all of them do.
-Shares of the ceilings need `ceilings` in the same run. Every measurement is a line of
+prefill, write, step_reference, step_plain, deterministic, ablations, tune. Without --sections all
+of them do. Shares of the ceilings need `ceilings` in the same run. Every measurement is a line of
 DIR/results.jsonl, written at once; a table comes last and is DIR/summary.md. A section that fails,
 hangs or comes too late does not end the run.
 
@@ -16,7 +16,7 @@ hangs or comes too late does not end the run.
 measures nothing.
 
 Exit status: 0, whatever was fast or slow; 1 if a kernel's result was wrong or it failed in the
-correctness section; 2 if there is no GPU. See docs/gpu_suite.md.
+correctness section, or if a deterministic engine was not; 2 if there is no GPU. See docs/gpu_suite.md.
 """
 
 from __future__ import annotations

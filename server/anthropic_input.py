@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from jaxpaged.errors import InvalidRequestError
+from server.beams import refuse_search
 from server.bounded import decode, is_absent, is_text, items
 from server.chat_input import MAX_MESSAGES
 from server.protocol_anthropic import (
@@ -37,6 +38,7 @@ def chat_fields(body: MessagesRequest, max_model_len: int) -> Item:
         raise InvalidRequestError(
             f"max_tokens must be an integer >= 1, got {body.max_tokens}.", param="max_tokens"
         )
+    refuse_search(body.use_beam_search)
     fields = prompt_fields(body)
     fields.update((name, getattr(body, name)) for name in SHARED_FIELDS)
     fields["max_tokens"] = min(body.max_tokens, max_model_len)

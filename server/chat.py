@@ -25,8 +25,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxpaged.sampling_params import SamplingParams
+from server import beams, sampling, sse
 from server import logprobs as shapes
-from server import sampling, sse
 from server.body import read_body, until_disconnect
 from server.chat_input import Conversation, read_conversation
 from server.chunks import (
@@ -82,6 +82,7 @@ async def open_chat(context: Context, request: ChatRequest, *, request_id: str) 
     sampling.check_choices(context, request)
     priority, salt = sampling.check_priority(context, request), sampling.check_salt(request)
     params = _params(context, request)
+    asked = beams.search_params(context, request, params) or params
     keep = tokens_to_keep(context, request, params.max_tokens)
     conversation = read_conversation(context, request)
     text, ids = await context.engine.render_chat(
@@ -89,12 +90,13 @@ async def open_chat(context: Context, request: ChatRequest, *, request_id: str) 
         limit=context.engine.info.max_model_len if keep is None else None,
         **conversation.options,
     )
-    log = RequestLog(context, request_id, params, [text])
+    log = RequestLog(context, request_id, asked, [text])
     run = await start_run(
         context,
         engine_id(request_id),
         [{"prompt_token_ids": truncate(ids, request, keep)}],
-        params,
+        asked,
+        n=params.n,
         priority=priority,
         cache_salt=salt,
         stream_interval=None if request.stream else WHOLE,

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxpaged.sampling_params import SamplingParams
+from server import beams, sampling, sse
 from server import logprobs as shapes
-from server import sampling, sse
 from server.body import read_body, until_disconnect
 from server.chunks import (
     WHOLE,
@@ -66,16 +66,18 @@ async def open_completion(
     sampling.check_choices(context, request)
     priority, salt = sampling.check_priority(context, request), sampling.check_salt(request)
     params = _params(context, request)
+    asked = beams.search_params(context, request, params) or params
     truncated = request.truncate_prompt_tokens is not None
     given = parse_prompts(context, request.prompt, truncated=truncated)
     sampling.check_choices(context, request, len(given))
     prompts = await fit_prompts(context, request, given, params.max_tokens)
-    log = RequestLog(context, request_id, params, given)
+    log = RequestLog(context, request_id, asked, given)
     run = await start_run(
         context,
         engine_id(request_id),
         prompts,
-        params,
+        asked,
+        n=params.n,
         priority=priority,
         cache_salt=salt,
         stream_interval=None if request.stream else WHOLE,

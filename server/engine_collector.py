@@ -92,6 +92,7 @@ class EngineCollector(Collector):
             "version": __version__,
             "dtype": info.dtype,
             "attention_backend": info.attention_backend,
+            "deterministic": str(info.deterministic).lower(),
             "tensor_parallel_size": info.tensor_parallel_size,
             "max_model_len": info.max_model_len,
             "max_num_seqs": info.max_num_seqs,

@@ -342,6 +342,18 @@ OWN: tuple[Family, ...] = (
         lambda now: now.stats.recomputed_tokens,
     ),
     Family(
+        "sequence_forks",
+        _COUNTER,
+        "Sequences that began by sharing the KV blocks of another one: samples and beams.",
+        lambda now: now.stats.forks,
+    ),
+    Family(
+        "kv_blocks_copied",
+        _COUNTER,
+        "KV blocks copied on write, because others held them or could find them.",
+        lambda now: now.stats.copied_blocks,
+    ),
+    Family(
         "compiles",
         _COUNTER,
         "Programs compiled: at warm-up, after it (a fault), and lazily (enforce_eager).",

@@ -30,9 +30,10 @@ COUNTERS = (
     "generation_tokens",
     "recomputed_tokens",
     "failed_steps",
-    "copies",
+    "forks",
+    "copied_blocks",
 )
-"""Fields of `EngineStats`. One that the engine does not report is left out."""
+"""Fields of `EngineStats`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class View:
 
 
 def counters_of(stats: EngineStats) -> dict[str, int]:
-    return {name: getattr(stats, name) for name in COUNTERS if hasattr(stats, name)}
+    return {name: getattr(stats, name) for name in COUNTERS}
 
 
 def whole(view: View) -> dict[str, Any]:
@@ -67,7 +68,8 @@ def change(before: View, after: View) -> dict[str, Any] | None:
 
     `blocks` has [first id, letters] for each run of blocks that changed; `hits` are blocks that
     another request took over as they were, `evicted` cached ones that were given out for something
-    else. A table's change is [group, leading null entries, position, ids]: cut it at the position,
+    else, `copies` has [source, destination] for each block copied on write (of very many the last
+    ones). A table's change is [group, leading null entries, position, ids]: cut it at the position,
     append the ids, then set the leading entries to null. Raises `ValueError` if the pool's size
     differs.
     """
@@ -81,8 +83,9 @@ def change(before: View, after: View) -> dict[str, Any] | None:
         **gauges,
         "blocks": _runs(new.states, [b for b in blocks if new.states[b] != old.states[b]]),
         "shared": {b: new.refs[b] for b in blocks if new.refs[b] > 1},
-        "hits": new.hits_since(old, blocks),
+        "hits": new.hits_since(old),
         "evicted": new.evicted_since(old, blocks),
+        "copies": new.copies_since(old),
         "requests": requests,
     }
 
@@ -157,13 +160,23 @@ def _request_change(old: RequestSnapshot, new: RequestSnapshot) -> dict[str, Any
 
 
 def _table_change(was: array[int], now: array[int]) -> tuple[int, int, list[int]]:
-    """(leading null entries, where to cut, what to append). Tables nearly always only grow."""
+    """(leading null entries, where to cut, what to append). Tables nearly always only grow, or have
+    another block in the place of their last one, which was copied.
+    """
     behind = 0
     while behind < len(now) and now[behind] == 0:
         behind += 1
-    grown = len(now) >= len(was) >= behind and now[behind : len(was)] == was[behind:]
-    at = len(was) if grown else 0
-    return behind, at, now[at:].tolist()
+    if behind > len(was):
+        return behind, 0, now.tolist()
+    # The first entry, from there on, in which they differ. Comparing slices is fast.
+    low, high = behind, min(len(was), len(now))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if was[low:middle] == now[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return behind, low, now[low:].tolist()
 
 
 def _runs(states: str, blocks: list[int]) -> list[tuple[int, str]]:

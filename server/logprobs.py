@@ -1,5 +1,5 @@
-"""Log-probabilities in the shapes of the two endpoints. Both tell the raw values of the model,
-before temperature, penalties and masks.
+"""Log-probabilities in the shapes of the two endpoints: the model's, before temperature, penalties
+and masks, or with logprobs_mode "processed" those of what the tokens were drawn from.
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ GROUPS: dict[str, tuple[type, tuple[str, ...]]] = {
         EngineConfig,
         (
             *("tensor_parallel_size", "attention_backend", "kernel_tuning_table"),
-            *("enforce_eager", "decode_buckets"),
-            *("prefill_buckets", "compile_cache_dir", "check_integrity", "disable_progress"),
+            *("deterministic", "enforce_eager", "decode_buckets"),
+            *("prefill_buckets", "compile_cache_dir", "check_integrity", "record"),
+            "disable_progress",
         ),
     ),
     "address": (

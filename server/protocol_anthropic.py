@@ -15,6 +15,7 @@ from server.protocol_common import (
     SeedField,
     WordsField,
     documented,
+    neutral,
     number,
 )
 
@@ -114,6 +115,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     priority: PriorityField = None
     cache_salt: SaltField = None
     request_id: str | None = None
+
+    # Refused: an answer is one text here. See `server.beams`.
+    use_beam_search: Annotated[Any, neutral(False)] = None
 
 
 SHARED_FIELDS = (

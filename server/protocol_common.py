@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
+from jaxpaged.beam_params import MAX_LENGTH_PENALTY
 from server.bounded import absent
 
 
@@ -98,6 +99,22 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int | None, number(1, text="Completions of each prompt.")] = None
+    best_of: Annotated[
+        int | None,
+        number(1, text="With use_beam_search: its width, n if absent. Else only the value of n."),
+    ] = None
+    use_beam_search: Annotated[
+        bool | None,
+        documented(description="The n best answers that a search finds; nothing is drawn."),
+    ] = None
+    length_penalty: Annotated[
+        float | None,
+        number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY, "Of a search: more favours the longer."),
+    ] = None
+    early_stopping: Annotated[
+        Any,
+        documented(enum=[None, False, True, "never"], description="Of a search: when it ends."),
+    ] = None
 
     temperature: Annotated[float | None, number(0, 2)] = None
     top_p: Annotated[float | None, documented(exclusiveMinimum=0, maximum=1)] = None
@@ -118,6 +135,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     min_tokens: Annotated[int | None, number(0)] = None
 
     prompt_logprobs: Annotated[int | None, number(-1, text="Not with stream.")] = None
+    logprobs_mode: Annotated[
+        str | None,
+        documented(
+            enum=["raw", "processed", None],
+            description="Logprobs of the model, or of what the tokens are drawn from.",
+        ),
+    ] = None
     echo: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -153,14 +177,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_regex: Annotated[Any, neutral()] = None
     guided_choice: Annotated[Any, neutral([], {})] = None
     guided_grammar: Annotated[Any, neutral()] = None
-    use_beam_search: Annotated[Any, neutral(False)] = None
-    length_penalty: Annotated[Any, neutral(1.0)] = None
-    best_of: Annotated[
-        Any,
-        documented(
-            anyOf=[{"type": "integer", "minimum": 1}, _NULL], description="Only the value of n yet."
-        ),
-    ] = None
     logprob_token_ids: Annotated[Any, neutral([], {})] = None
     prompt_embeds: Annotated[Any, neutral()] = None
     repetition_detection: Annotated[Any, neutral()] = None

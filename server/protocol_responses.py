@@ -17,6 +17,7 @@ from server.protocol_common import (
     SeedField,
     StopField,
     documented,
+    neutral,
     number,
 )
 
@@ -115,6 +116,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     cache_salt: SaltField = None
     request_id: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    # Refused: an answer is one text here. See `server.beams`.
+    use_beam_search: Annotated[Any, neutral(False)] = None
 
 
 SHARED_FIELDS = (

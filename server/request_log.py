@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 
+from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.sampling_params import SamplingParams
 from server.context import Context
 from server.parts import Part
@@ -20,7 +21,7 @@ class RequestLog:
         self,
         context: Context,
         request_id: str,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         prompts: Sequence[str | list[int]],
     ) -> None:
         """Prompts are logged at level debug only."""

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from jaxpaged.errors import InvalidRequestError
+from server.beams import refuse_search
 from server.bounded import decode, is_absent
 from server.errors import ApiError
 from server.protocol_responses import SHARED_FIELDS, ResponsesRequest
@@ -38,6 +39,7 @@ def chat_fields(body: ResponsesRequest) -> Item:
     """
     _refuse_stored(body)
     _refuse_format(body.text)
+    refuse_search(body.use_beam_search)
     items: str | list[Item] | None = decode(body.input, _INPUT, name="input")
     tools: list[Item] = decode(body.tools, _TOOLS, name="tools") or []
     if isinstance(items, list):

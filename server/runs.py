@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.outputs import LogprobDict, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
@@ -46,7 +47,8 @@ class Usage:
 
 
 class Run:
-    """Async iterator of `Piece`, in the order in which things happen. Made by `start_run`.
+    """Async iterator of `Piece`, in the order in which things happen. Made by `start_run`. Those of
+    a beam search come all at its end, the best choice first.
 
     A choice that fails raises `ApiError` and ends the run. Call `close` when done with it, whatever
     happened: it aborts what has not ended.
@@ -105,11 +107,13 @@ class Run:
         self._cached[place] = output.num_cached_tokens
         prompt_logprobs = output.prompt_logprobs
         for sample in output.outputs:
-            self._completion_tokens += len(sample.token_ids)
             if sample.finish_reason == "error":
                 raise ApiError(500, without_internals(sample.error or "The request failed."))
             if sample.finish_reason == "abort":
                 raise ApiError(503, "The server is shutting down.", retry_after=5.0)
+            if sample.index >= self.n:
+                continue  # of a search that is wider than what was asked for
+            self._completion_tokens += len(sample.token_ids)
             piece = Piece(
                 index=place * self.n + sample.index,
                 text=sample.text,
@@ -129,13 +133,14 @@ async def start_run(
     context: Context,
     request_id: str,
     prompts: Sequence[Prompt],
-    params: SamplingParams,
+    params: SamplingParams | BeamSearchParams,
     *,
+    n: int,
     priority: int = 0,
     cache_salt: str | None = None,
     stream_interval: int | None = None,
 ) -> Run:
-    """Submit all prompts, or none.
+    """Submit all prompts, or none. `n` choices of each are told.
 
     Raises `ApiError`; where several prompts were given it names the place of the offending one.
     """
@@ -155,7 +160,7 @@ async def start_run(
     tasks = [asyncio.ensure_future(submit(*numbered)) for numbered in enumerate(prompts)]
     try:
         await asyncio.wait(tasks)
-        return Run([_accepted(task, i, len(tasks)) for i, task in enumerate(tasks)], params.n)
+        return Run([_accepted(task, i, len(tasks)) for i, task in enumerate(tasks)], n)
     except BaseException as error:
         for task in tasks:
             task.cancel()  # those that are not done

@@ -8,7 +8,6 @@ raises `ApiError` or `InvalidRequestError`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -21,9 +20,10 @@ from jaxpaged.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from server import bounded
+from server import beams, bounded
 from server.context import Context
 from server.errors import ApiError
+from server.neutral import Neutral, one_of
 from server.protocol_common import GenerationRequest
 
 _FROM_MODEL = (
@@ -41,6 +41,7 @@ _AS_GIVEN = (
     "n",
     "seed",
     "min_tokens",
+    "logprobs_mode",
     "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
@@ -58,17 +59,6 @@ def _never(value: Any) -> bool:
     return value is None
 
 
-def _one_of(*values: Any) -> Callable[[Any], bool]:
-    # True == 1 in Python, and 1.0 == 1 is welcome here: JSON has one kind of number.
-    return lambda given: (
-        given is None
-        or any(
-            given == value and isinstance(given, bool) == isinstance(value, bool)
-            for value in values
-        )
-    )
-
-
 def _no_constraint(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and all(v is None for v in value.values()))
 
@@ -82,16 +72,14 @@ def _no_budget(value: Any) -> bool:
     return value is None or (is_number and value < 0)
 
 
-UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+UNSUPPORTED: dict[str, tuple[Neutral, str]] = {
     "response_format": (_plain_text, 'Only {"type": "text"} is.'),
     "structured_outputs": (_no_constraint, "Leave it out, and say in the prompt what you need."),
     "guided_json": (_never, ""),
     "guided_regex": (_never, ""),
     "guided_choice": (_empty, ""),
     "guided_grammar": (_never, ""),
-    "use_beam_search": (_one_of(False), "Use n for several completions."),
-    "length_penalty": (_one_of(1.0), "It belongs to beam search."),
-    "suffix": (_one_of(""), ""),
+    "suffix": (one_of(""), ""),
     "logprob_token_ids": (_empty, "Use logprobs."),
     "prompt_embeds": (_never, "Send the prompt as text or token ids."),
     "repetition_detection": (_never, ""),
@@ -101,10 +89,10 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "documents": (_empty, "Put their text into a message."),
     "media_io_kwargs": (_empty, ""),
     "mm_processor_kwargs": (_empty, ""),
-    "modalities": (_one_of([], ["text"]), 'Only ["text"] is.'),
+    "modalities": (one_of([], ["text"]), 'Only ["text"] is.'),
     "audio": (_never, ""),
     "functions": (_empty, "Use tools."),
-    "function_call": (_one_of("none", "auto"), "Use tool_choice."),
+    "function_call": (one_of("none", "auto"), "Use tool_choice."),
 }
 """Fields that would change the result and cannot yet -> is this value one that changes nothing, and
 the way out.
@@ -117,6 +105,9 @@ def check_supported(request: GenerationRequest) -> None:
         value = getattr(request, name, None)
         if not is_neutral(value):
             raise unsupported(name, value, way_out)
+    if request.use_beam_search:
+        return
+    beams.check_no_search(request)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise unsupported("best_of", request.best_of, "Only the value of n is.")
 
@@ -145,12 +136,13 @@ def check_choices(context: Context, request: GenerationRequest, num_prompts: int
     n, limits = 1 if request.n is None else request.n, context.settings
     if n > limits.max_n:
         raise ApiError(400, f"n must be at most {limits.max_n}, got {shorten(n)}.", param="n")
+    width = max(n, beams.width_of(request))
     most = max(limits.max_prompts, limits.max_n)
-    if n * num_prompts > most:
+    if width * num_prompts > most:
         raise ApiError(
             400,
-            f"{num_prompts} prompts with n={n} are {n * num_prompts} completions; one request may "
-            f"ask for {most}. Send several requests.",
+            f"{num_prompts} prompts with n={width} are {width * num_prompts} completions; one "
+            f"request may ask for {most}. Send several requests.",
             param="n",
         )
 

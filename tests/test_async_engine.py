@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from jaxpaged.async_engine import AsyncEngine
+from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.config import EngineConfig
+from jaxpaged.core.request import Request
+from jaxpaged.engine import Engine
 from jaxpaged.errors import (
     ConfigError,
     EngineDeadError,
@@ -24,7 +27,8 @@ from tests.server.scripted import Script, running, scripted_async_engine, settle
 LONG = SamplingParams(max_tokens=None, ignore_eos=True)
 
 
-async def collect(engine: AsyncEngine, request_id: str, prompt: Any, params: SamplingParams,
+async def collect(engine: AsyncEngine, request_id: str, prompt: Any,
+                  params: SamplingParams | BeamSearchParams,
                   **options: Any) -> list[RequestOutput]:  # fmt: skip
     stream = await engine.submit(request_id, prompt, params, **options)
     try:
@@ -80,6 +84,120 @@ def test_samples_of_one_request_are_told_apart() -> None:
             assert [text_of(outputs, i) for i in range(3)] == ["one two three"] * 3
             ends = [c.index for o in outputs for c in o.outputs if c.finish_reason]
             assert sorted(ends) == [0, 1, 2]
+
+    asyncio.run(run())
+
+
+def test_samples_end_one_by_one_and_are_told_once() -> None:
+    async def run() -> None:
+        replies = [["a"] * 7, ["b"], ["c"] * 3]
+        async with running(Script(default=["x"], samples=replies)) as engine:
+            params = SamplingParams(max_tokens=50, n=3)
+            outputs = await collect(engine, "a", "Say it", params)
+            assert [text_of(outputs, i) for i in range(3)] == ["a" * 7, "b", "ccc"]
+            ends = [c.index for o in outputs for c in o.outputs if c.finish_reason]
+            assert ends == [1, 2, 0]
+            shown = [c.index for o in outputs for c in o.outputs]
+            assert [shown.count(i) for i in range(3)] == [8, 2, 4]  # each token, EOS too
+            assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+            stats = engine.stats()
+            assert (stats.forks, stats.prompt_tokens) == (2, len(outputs[0].prompt_token_ids))
+            await settled(engine)
+
+    asyncio.run(run())
+
+
+def test_a_beam_search_is_told_at_its_end() -> None:
+    async def run() -> None:
+        async with running(Script([5, 6, 7, 8], end=False)) as engine:
+            params = BeamSearchParams(beam_width=4, max_tokens=6)
+            [output] = await collect(engine, "a", "Say it", params)
+            assert output.finished and [c.index for c in output.outputs] == [0, 1, 2, 3]
+            assert output.outputs[0].token_ids == [5, 6, 7, 8, 5, 6]
+            scores = [c.score or 0.0 for c in output.outputs]
+            assert scores == sorted(scores, reverse=True) and scores[0] < 0
+            await settled(engine)
+
+    asyncio.run(run())
+
+
+GROUPS: dict[str, SamplingParams | BeamSearchParams] = {
+    "samples": SamplingParams(n=3, max_tokens=None, ignore_eos=True),
+    "beams": BeamSearchParams(beam_width=3, max_tokens=None, ignore_eos=True),
+}
+PHASES: dict[str, tuple[Callable[[Engine], bool], dict[str, int]]] = {
+    "waiting": (lambda engine: engine.scheduler.num_waiting == 3, {"max_num_seqs": 3}),
+    "prompt": (
+        lambda engine: any(7 < r.num_computed_tokens < 41 for r in grouped(engine)),
+        {"max_num_batched_tokens": 8},
+    ),
+    "mid-decode": (
+        lambda engine: any(r.num_output_tokens > 5 for r in grouped(engine)),
+        {},
+    ),
+    "preempted": (
+        lambda engine: engine.stats().preemptions > 0 and engine.scheduler.num_waiting == 3,
+        {"num_blocks": 40},
+    ),
+}
+
+
+def grouped(engine: Engine) -> list[Request]:
+    return [request for request in engine.scheduler.running if request.group is not None]
+
+
+@pytest.mark.parametrize("cancelled", [False, True], ids=["closed", "cancelled"])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("kind", GROUPS)
+def test_a_group_is_left_in_any_phase(kind: str, phase: str, cancelled: bool) -> None:
+    reached, limits = PHASES[phase]
+
+    async def run() -> None:
+        script = Script([5, 6, 7], end=False, step_seconds=0.005)
+        async with running(script, **limits) as engine:
+            other = SamplingParams(max_tokens=110, ignore_eos=True)
+            stays = asyncio.create_task(collect(engine, "stays", [9] * 7, other))
+            while engine.stats().num_running == 0:
+                await asyncio.sleep(0.001)
+            before = engine.stats().preemptions
+            reader = asyncio.create_task(collect(engine, "gone", [8] * 41, GROUPS[kind]))
+            while "gone" not in engine._streams or not await engine.call(reached):
+                await asyncio.sleep(0.001)
+            assert (engine.stats().preemptions > before) == (phase == "preempted")
+            if cancelled:
+                reader.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await reader
+            else:
+                engine._streams["gone"].close()
+                for output in await reader:  # what it had read before
+                    assert not output.finished
+            outputs = await stays
+            tokens = [t for o in outputs for c in o.outputs for t in c.token_ids]
+            assert tokens == ([5, 6, 7] * 37)[:110]
+            await settled(engine)
+            whole = {"length": 1, "abort": 3 if kind == "samples" else 1}
+            assert engine.stats().requests_finished == whole
+            assert await engine.call(lambda e: (len(e._states), len(e._changed))) == (0, 0)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_what_a_group_has_in_common_waits_in_the_queue_once() -> None:
+    async def run() -> None:
+        script = Script([5, 6], end=False, step_seconds=0.02)
+        async with running(script, max_queued_tokens=9, max_num_seqs=4) as engine:
+            streams = [await engine.submit("0", [1] * 4, LONG)]
+            await anext(streams[0])
+            streams.append(await engine.submit("1", [1] * 4, GROUPS["samples"]))
+            await anext(streams[1])
+            for request_id, kind in (("2", "samples"), ("3", "beams")):
+                streams.append(await engine.submit(request_id, [2] * 4, GROUPS[kind]))
+            with pytest.raises(UnavailableError, match="8 prompt tokens are waiting"):
+                await engine.submit("4", [1] * 2, LONG)
+            for stream in streams:
+                stream.close()
+            await settled(engine)
 
     asyncio.run(run())
 

@@ -334,6 +334,9 @@ def test_one_failed_request_fails_the_run_but_not_the_others(
     [
         (["--prompt", "a", "--block-size", "0"], "block_size must be an integer >= 1"),
         (["--prompt", "a", "--top-p", "7"], "top_p must be a number in (0, 1]"),
+        (["--prompt", "a", "--beam-width", "65"], "beam_width must be an integer in [1, 64]"),
+        (["--prompt", "a", "--beam-width", "2", "--top-k", "7"], "beam search parameter 'top_k'"),
+        (["--prompt", "a", "--length-penalty", "2"], "give the run --beam-width"),
         (["--prompt-file", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
         (["--prompt-file", os.devnull], "there are no prompts"),
         (["--prompt", "a", "--out", "no/such/folder/x"], "--out no/such/folder/x: No such file"),

@@ -15,7 +15,7 @@ from jaxpaged.errors import ConfigError
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
 TYPES = {field.name: str(field.type) for field in dataclasses.fields(EngineConfig)}
-BOOLEANS = [name for name, kind in TYPES.items() if kind == "bool"]
+BOOLEANS = [name for name, kind in TYPES.items() if kind.startswith("bool")]
 NUMBERS = [name for name, kind in TYPES.items() if "int" in kind or "float" in kind]
 TEXTS = [name for name, kind in TYPES.items() if kind.startswith("str")]
 
@@ -35,8 +35,8 @@ def refused(**settings: Any) -> str:
 
 def test_every_field_has_its_check() -> None:
     assert list(config._CHECKS) == list(FIELDS)
-    assert len(BOOLEANS) == 7
-    assert len(TEXTS) == 13
+    assert len(BOOLEANS) == 8
+    assert len(TEXTS) == 14
     assert {*BOOLEANS, *NUMBERS, *TEXTS} == set(FIELDS)
 
 
@@ -67,7 +67,8 @@ def test_none_is_refused_where_it_means_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", BOOLEANS)
 def test_booleans(name: str) -> None:
     for value in ("false", "no", "", 0, 1, 1.0, np.int64(0)):
-        assert refused(**{name: value}) == f"{name} must be true or false, got {value!r}."
+        also = ", or None" if FIELDS[name] is None else ""
+        assert refused(**{name: value}) == f"{name} must be true or false{also}, got {value!r}."
     for value in (True, False, np.True_, np.False_):
         assert getattr(EngineConfig(**{name: value}), name) is bool(value)
 
@@ -98,7 +99,7 @@ def test_texts(name: str, value: Any) -> None:
 
 
 def test_empty_texts() -> None:
-    for name in ("model", "tokenizer", "revision", "chat_template"):
+    for name in ("model", "tokenizer", "revision", "chat_template", "record"):
         assert refused(**{name: ""}).endswith("got ''." if name == "model" else "or None, got ''.")
     assert EngineConfig(compile_cache_dir="").compile_cache_dir == ""
 

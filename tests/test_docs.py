@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.cli import build_parser
 from jaxpaged.config import CLIENT_KEYS, EngineConfig
 from jaxpaged.sampling_params import SamplingParams
@@ -27,9 +28,12 @@ def rows(cls: type) -> dict[str, str]:
     return dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", section, re.MULTILINE))
 
 
-@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams, ServerConfig])
+@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams, BeamSearchParams, ServerConfig])
 def test_every_field_is_listed_with_its_default(cls: type) -> None:
-    assert rows(cls) == {field.name: repr(field.default) for field in dataclasses.fields(cls)}
+    assert rows(cls) == {
+        field.name: "required" if field.default is dataclasses.MISSING else repr(field.default)
+        for field in dataclasses.fields(cls)
+    }
 
 
 def test_every_environment_variable_is_listed() -> None:

@@ -8,6 +8,7 @@ import typing
 
 import pytest
 
+from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.flags import add_flags, field_docs, flag_name, given, value_of
@@ -25,7 +26,7 @@ def parse(cls: type, *words: str) -> dict[str, object]:
     return given(parser_of(cls).parse_args(words), cls)
 
 
-@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams, ServerConfig])
+@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams, BeamSearchParams, ServerConfig])
 def test_every_field_has_a_text_and_a_flag(cls: type) -> None:
     docs = field_docs(cls)
     help_text = " ".join(parser_of(cls).format_help().split())
@@ -86,6 +87,11 @@ def test_none_is_a_value_of_exactly_the_fields_that_may_be_none(cls: type) -> No
     for field in dataclasses.fields(cls):
         if type(None) in typing.get_args(hints[field.name]):
             optional.append(field.name)
+            if bool in typing.get_args(hints[field.name]):  # a switch takes no word
+                assert value_of(cls, field.name, "none") is None
+                assert parse(cls, flag_name(field.name)) == {field.name: True}
+                assert parse(cls, f"--no-{flag_name(field.name)[2:]}") == {field.name: False}
+                continue
             assert parse(cls, flag_name(field.name), "none") == {field.name: None}
         elif hints[field.name] in (int, float):
             with pytest.raises(SystemExit):
@@ -146,6 +152,13 @@ def test_lists_of_texts_as_one_text() -> None:
         value_of(EngineConfig, "enforce_eager", "2")
     with pytest.raises(ConfigError, match="expected an integer"):
         value_of(EngineConfig, "max_num_seqs", "x")
+
+
+def test_words_and_booleans_in_one() -> None:
+    for text, value in (("true", True), ("false", False), ("never", "never")):
+        assert parse(BeamSearchParams, "--early-stopping", text) == {"early_stopping": value}
+    with pytest.raises(ConfigError, match="expected true, false or never, got 'True'"):
+        value_of(BeamSearchParams, "early_stopping", "True")
 
 
 def test_a_clashing_field_takes_a_prefix() -> None:

@@ -21,11 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpaged.outputs import EngineStats
 from pallas_kernels.tuning import load_table
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 NAMES = (
-    *("backends", "cases", "compiling", "context", "correctness", "decode_case", "models"),
+    *("backends", "cases", "compiling", "context", "correctness", "decode_case"),
+    *("deterministic", "models"),
     *("results", "sections", "summary", "supervisor", "timing", "worker"),
 )
 MIB = 2**20
@@ -253,6 +255,29 @@ def test_a_wrong_kernel_is_found(
         rows = ctx.results.rows(status=None)
         assert [r["status"] for r in rows if r["name"] == "decode bf16"] == [status]
         assert suite["summary"].exit_status(rows) == int(status == "wrong")
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_bits_that_differ_are_wrong_where_they_must_not(
+    suite: dict[str, ModuleType], tmp_path: Path, flag: bool
+) -> None:
+    report = suite["deterministic"]._report
+    alone = {0: ((5, 6), (-1.0, -2.0)), 3: ((7, 8), (-1.0, -3.0))}
+    moved = {**alone, 3: ((7, 9), (-1.25, -0.5)), 9: ((1, 1), (0.0, 0.0))}
+    stats = EngineStats(preemptions=2)
+    ctx = context(suite, tmp_path, "deterministic")
+    report(ctx, "all", alone, alone, stats, "batch 9", flag=flag)
+    report(ctx, "some", alone, moved, stats, "preempted", flag=flag)
+    rows = ctx.results.rows(status=None)
+    assert [row["status"] for row in rows] == ["ok", "wrong" if flag else "ok"]
+    assert (rows[1]["same_bits"], rows[1]["same_tokens"], rows[1]["requests"]) == (1, 1, 2)
+    assert rows[1]["logprob_error"] == 0.25, "the second token is another one"
+    assert suite["summary"].exit_status(rows) == int(flag)
+    (lines,) = (ls for title, ls in suite["summary"].lines_of(rows) if title == "Deterministic")
+    assert [line.met for line in lines] == ([True, False] if flag else [None, None])
+    assert "logprobs differ by 0.25" in lines[1].value
+    report(ctx, "none", alone, alone, stats, "hit", flag=flag)
+    assert ctx.results.rows(status="error")[0]["error"].startswith("nothing was hit")
 
 
 @pytest.mark.parametrize("cache", [None, "int8", "fp8"])

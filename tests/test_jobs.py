@@ -127,6 +127,20 @@ def test_a_line_that_contradicts_the_flags_is_found() -> None:
         read(line, max_tokens=8)
 
 
+def test_lines_of_a_run_that_searches() -> None:
+    line = {"prompt": "a", "params": {"beam_width": 8, "early_stopping": "never"}}
+    assert read(line, beam_width=4)[0].params == line["params"]
+    for own, reason in (
+        ({"top_p": 0.5}, "Unknown beam search parameter 'top_p'"),
+        ({"beam_width": 0}, "beam_width must be an integer in"),
+        ({"length_penalty": "x"}, "length_penalty must be a number in"),
+    ):
+        with pytest.raises(InputError, match=f"line 1: {reason}"):
+            read({"prompt": "a", "params": own}, beam_width=4)
+    with pytest.raises(InputError, match="line 1: beam_width is of beam searches: .*--beam-width"):
+        read(line)
+
+
 def test_all_bad_lines_are_counted_and_the_first_are_shown() -> None:
     with pytest.raises(InputError) as error:
         read(*["{"] * 25)

@@ -15,10 +15,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jaxpaged", "pallas_kernels", "server")
 
-BASE = {"errors", "checks", "config", "sampling_params", "outputs", "progress"}
+BASE = {"errors", "checks", "config", "sampling_params", "beam_params", "outputs", "progress"}
 MODEL_SIDE = BASE | {"sharding", "weights", "models"}
 ENGINE_SIDE = MODEL_SIDE | {"core", "text", "device", "metrics"}
-COMMANDS = {"jobs", "batch", "convert", "bench", "run_batch", "chat_client", "chat_connection"}
+COMMANDS = {"jobs", "batch", "convert", "bench", "run_batch", "replay"}
+COMMANDS |= {"chat_client", "chat_connection"}
 COMMAND_SIDE = ENGINE_SIDE | COMMANDS | {"engine", "async_engine", "llm", "flags", "cli"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -27,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "outputs": set(),
     "config": {"errors", "checks"},
     "sampling_params": {"errors", "checks"},
+    "beam_params": {"errors", "checks", "sampling_params"},
     "sharding": BASE,
     "metrics": BASE,
     "weights": BASE | {"sharding"},
@@ -35,11 +37,17 @@ ALLOWED: dict[str, set[str]] = {
     "text": BASE | {"weights"},
     "device": MODEL_SIDE | {"core"},
     "completion": ENGINE_SIDE,
-    "intake": ENGINE_SIDE | {"completion"},
-    "recording": ENGINE_SIDE | {"completion"},
-    "engine": ENGINE_SIDE | {"completion", "intake", "recording"},
-    "startup": ENGINE_SIDE | {"engine", "intake"},
-    "llm": ENGINE_SIDE | {"engine", "intake", "startup"},
+    "beam_search": BASE,
+    "beam_request": ENGINE_SIDE | {"beam_search"},
+    "intake": ENGINE_SIDE | {"completion", "beam_search", "beam_request"},
+    "observer": ENGINE_SIDE | {"completion", "beam_request"},
+    "record": ENGINE_SIDE | {"completion", "beam_request", "engine", "observer"},
+    "recording": ENGINE_SIDE | {"completion", "beam_request"},
+    "engine": ENGINE_SIDE
+    | {"completion", "beam_search", "beam_request", "intake", "observer", "recording"},
+    "startup": ENGINE_SIDE | {"engine", "intake", "record"},
+    "training": BASE | {"sharding", "weights", "models"},
+    "llm": ENGINE_SIDE | {"engine", "intake", "startup", "training"},
     "request_stream": BASE | {"intake"},
     "engine_thread": ENGINE_SIDE | {"engine", "startup"},
     "async_engine": ENGINE_SIDE | {"engine", "intake", "engine_thread", "request_stream"},
@@ -51,6 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "run_batch": ENGINE_SIDE | {"flags", "async_engine", "engine_thread", "jobs", "batch"},
     "chat_client": BASE | {"chat_connection"},
     "chat_connection": BASE | {"bench"},
+    "replay": ENGINE_SIDE | {"engine", "flags", "record", "startup"},
     "cli": COMMAND_SIDE,
     "__init__": COMMAND_SIDE,
     "__main__": COMMAND_SIDE,
@@ -308,6 +317,8 @@ def test_importing_the_server_brings_no_jax() -> None:
         ["bench", "latency", "--block-size=0"],
         ["run-batch", "--help"],
         ["chat", "--help"],
+        ["replay", "--help"],
+        ["replay", "no-such-file"],
     ],
 )
 def test_help_and_usage_errors_bring_no_jax(arguments: list[str]) -> None:

@@ -94,6 +94,24 @@ def test_completions_and_chats(
     assert "(0 failed)" in summary
 
 
+def test_beam_searches(tmp_path: Path, out: Path) -> None:
+    search = {"use_beam_search": True, "n": 2, "best_of": 3, "max_tokens": 4}
+    source = write(
+        tmp_path / "in.jsonl",
+        line("text", prompt="hi", **search),
+        line("chat", CHAT, messages=[{"role": "user", "content": "what?"}], **search),
+        line("bad", prompt="hi", **search, top_p=0.5),
+    )
+    assert run(source, out, builder(Script(default="one two"))) == 1
+    found = {name: result["response"] for name, result in results(out).items()}
+    for name in ("text", "chat"):
+        assert found[name]["status_code"] == 200
+        assert [c["index"] for c in found[name]["body"]["choices"]] == [0, 1]
+        assert found[name]["body"]["usage"]["completion_tokens"] == 8
+    assert found["bad"]["status_code"] == 400
+    assert found["bad"]["body"]["error"]["param"] == "top_p"
+
+
 @pytest.mark.parametrize(
     ("bad", "code", "reason"),
     [

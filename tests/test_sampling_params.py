@@ -36,7 +36,7 @@ def test_every_field_has_its_check() -> None:
     assert list(sampling_params._CHECKS) == list(DEFAULTS)
     assert len(BOOLEANS) == 5
     assert len(FLOATS) == 6
-    rest = {*ID_LISTS, *TEXT_LISTS, "logit_bias"}
+    rest = {*ID_LISTS, *TEXT_LISTS, "logit_bias", "logprobs_mode"}
     assert {*BOOLEANS, *INTEGERS, *FLOATS} == set(DEFAULTS) - rest
 
 

@@ -28,22 +28,24 @@ class Shape:
         return self.prefix + self.body
 
 
-def draw_lengths(name: str, count: int, max_model_len: int, seed: int) -> list[tuple[int, int]]:
+def draw_lengths(
+    name: str, count: int, max_model_len: int, seed: int, *, output_sigma: float = SIGMA
+) -> list[tuple[int, int]]:
     """(prompt, output) token counts, clipped so that both together fit into `max_model_len`.
 
-    `name` is a key of `MEANS`.
+    `name` is a key of `MEANS`; `output_sigma` spreads the outputs otherwise, about the same mean.
     """
     rng = random.Random(f"{name} {seed}")
     mean_prompt, mean_output = MEANS[name]
 
-    def draw(mean: int, most: int) -> int:
-        exponent = math.log(mean) - SIGMA**2 / 2
-        return max(1, min(most, round(rng.lognormvariate(exponent, SIGMA))))
+    def draw(mean: int, most: int, sigma: float = SIGMA) -> int:
+        exponent = math.log(mean) - sigma**2 / 2
+        return max(1, min(most, round(rng.lognormvariate(exponent, sigma))))
 
     shapes = []
     for _ in range(count):
         prompt = draw(mean_prompt, max_model_len - 1)
-        shapes.append((prompt, draw(mean_output, max_model_len - prompt)))
+        shapes.append((prompt, draw(mean_output, max_model_len - prompt, output_sigma)))
     return shapes
 
 

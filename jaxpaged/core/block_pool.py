@@ -36,6 +36,10 @@ class BlockPool:
         """Hash -> the block that has carried it longest."""
         self._duplicates: dict[bytes, OrderedDict[int, None]] = {}
         """Hash -> further blocks with the same content, oldest first."""
+        self._tails: dict[bytes, int] = {}
+        """Name of a prompt's tail -> a block that begins with it."""
+        self._tail_of: dict[int, bytes] = {}
+        """The same the other way round."""
 
     @property
     def usage(self) -> float:
@@ -48,8 +52,9 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that carry a hash, duplicates included."""
-        return len(self._cached) + sum(len(d) for d in self._duplicates.values())
+        """Blocks that can be found by a hash, duplicates included."""
+        hashed = len(self._cached) + sum(len(d) for d in self._duplicates.values())
+        return hashed + sum(self._hashes[block] is None for block in self._tail_of)
 
     def count_by_state(self) -> dict[str, int]:
         """How many blocks are free (and hold nothing), cached (free, but findable by their hash),
@@ -76,13 +81,23 @@ class BlockPool:
         """The block that has carried this hash longest, held or free; None if there is none."""
         return self._cached.get(block_hash)
 
+    def get_tail(self, name: bytes) -> int | None:
+        """A block that begins with this tail of a prompt, held or free; None if there is none."""
+        return self._tails.get(name)
+
     def copy_refs(self) -> list[int]:
         """Reference count of every block, index = id; the caller's own list."""
         return self._refs.copy()
 
     def copy_hashes(self) -> list[bytes | None]:
-        """Hash of every block, None where it has none, index = id; the caller's own list."""
-        return self._hashes.copy()
+        """What each block can be found by, its hash before the name of a tail, None where there is
+        nothing; index = id; the caller's own list.
+        """
+        hashes = self._hashes.copy()
+        for block, name in self._tail_of.copy().items():
+            if hashes[block] is None:
+                hashes[block] = name
+        return hashes
 
     def free_order(self) -> list[int]:
         """Free blocks, the next to be given out first. O(free); for tests and checks."""
@@ -109,8 +124,7 @@ class BlockPool:
         for _ in range(count):
             block = self._next[NULL_BLOCK]
             self._unlink(block)
-            if self._hashes[block] is not None:
-                self._unregister(block)
+            self._forget(block)
             self._refs[block] = 1
             taken.append(block)
         return taken
@@ -140,7 +154,7 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block]:
                 continue
-            if self._hashes[block] is None:
+            if self._hashes[block] is None and block not in self._tail_of:
                 front.append(block)
             else:
                 self._link_between(self._prev[NULL_BLOCK], block, NULL_BLOCK)
@@ -157,14 +171,25 @@ class BlockPool:
         if self._cached.setdefault(block_hash, block) != block:
             self._duplicates.setdefault(block_hash, OrderedDict())[block] = None
 
+    def register_tail(self, block: int, name: bytes) -> None:
+        """Make a held block findable by the tail of the prompt that it begins with. Whatever comes
+        after the tail may still be written. Does nothing if another block has the name already.
+        """
+        if not self.enable_caching:
+            raise RuntimeError("the pool was made without caching")
+        if block == NULL_BLOCK or self._refs[block] < 1:
+            raise RuntimeError(f"block {block} is null or free")
+        if name not in self._tails and block not in self._tail_of:
+            self._tails[name] = block
+            self._tail_of[block] = name
+
     def evict_blocks(self, blocks: Iterable[int]) -> None:
         """Forget the hashes of these blocks, whose content is not (or no longer) what they say.
 
         Holders keep them; they can no longer be found.
         """
         for block in blocks:
-            if self._hashes[block] is not None:
-                self._unregister(block)
+            self._forget(block)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every hash. Refuses (False, nothing changed) while any block is held."""
@@ -173,11 +198,17 @@ class BlockPool:
         self._hashes = [None] * self.num_blocks
         self._cached.clear()
         self._duplicates.clear()
+        self._tails.clear()
+        self._tail_of.clear()
         return True
 
-    def _unregister(self, block: int) -> None:
+    def _forget(self, block: int) -> None:
+        """Nobody can find this block any more."""
+        if block in self._tail_of:
+            del self._tails[self._tail_of.pop(block)]
         block_hash = self._hashes[block]
-        assert block_hash is not None
+        if block_hash is None:
+            return
         self._hashes[block] = None
         others = self._duplicates.get(block_hash)
         if self._cached[block_hash] != block:
@@ -240,6 +271,9 @@ class BlockPool:
         require(found == hashed, "the hash map and the blocks' hashes differ")
         require(NULL_BLOCK not in hashed, "the null block has a hash")
         require(self.enable_caching or not hashed, "a hash without caching")
+        tails = {block: name for name, block in self._tails.items()}
+        require(tails == self._tail_of, "the names of tails and the blocks' names differ")
+        require(self.enable_caching or not tails, "a tail without caching")
 
 
 def require(condition: bool, message: str) -> None:

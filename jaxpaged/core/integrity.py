@@ -9,14 +9,16 @@ from jaxpaged.core.block_pool import NULL_BLOCK, require
 from jaxpaged.core.request import Request, RequestStatus
 
 if TYPE_CHECKING:
+    from jaxpaged.core.groups import Group
     from jaxpaged.core.kv_manager import KVManager
     from jaxpaged.core.plan import SchedulerConfig
-    from jaxpaged.core.scheduler import Scheduler
+    from jaxpaged.core.queues import Queues
 
 
-def check_scheduler(scheduler: Scheduler) -> None:
+def check_scheduler(scheduler: Queues) -> None:
     """Raises `AssertionError` that names the first broken invariant. O(blocks + requests)."""
     running, waiting = list(scheduler.running), list(scheduler.waiting)
+    require(not scheduler.kv.has_open_plan, "copies or pins of a plan are left")
     scheduler.kv.pool.check([b for b in table if b] for r in running for table in r.tables)
     require(len(waiting) == scheduler.num_waiting, "num_waiting is not the length of the queue")
     known = [*running, *waiting]
@@ -37,16 +39,47 @@ def check_scheduler(scheduler: Scheduler) -> None:
         require(request.num_inflight == drawn, f"{request!r}: {drawn} tokens are in flight")
     require(not inflight, "an ended request has live rows in flight")
     for request in running:
-        _check_running(scheduler, request)
+        if request.awaits_fork:
+            require(_holds_nothing(request), f"{request!r} holds KV before the fork")
+            require(request.slot >= 0, f"{request!r} has no slot")
+        else:
+            _check_running(scheduler, request)
+    for group in {id(r.group): r.group for r in known if r.group is not None}.values():
+        _check_group(group)
     for request in waiting:
         statuses = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         require(request.status in statuses, f"{request!r} waits")
-        idle = not any(request.tables) and request.slot == -1 and request.num_computed_tokens == 0
-        idle = idle and request.capacity == request.trimmed_at == 0
-        require(idle and request.num_registered_blocks == 0, f"{request!r} waits but holds KV")
+        idle = _holds_nothing(request) and request.slot == -1 and not request.awaits_fork
+        require(idle, f"{request!r} waits but holds KV")
 
 
-def _check_request(scheduler: Scheduler, request: Request) -> None:
+def _holds_nothing(request: Request) -> bool:
+    counters = (request.num_computed_tokens, request.capacity, request.trimmed_at)
+    return not any(request.tables) and not any((*counters, request.num_registered_blocks))
+
+
+def _check_group(group: Group) -> None:
+    """Members wait or run together; those that await the fork are the others than the leader, or
+    beams that are not live.
+    """
+    members, leader = group.members, group.leader
+    require(0 < len(members) == len(set(members)), "a group is empty or has a member twice")
+    require(group.is_beams or len(members) > 1, f"{members[0]!r} is in a group of its own")
+    require(group.is_beams or group.live == members, f"{members[0]!r}: live and members differ")
+    require(set(group.live) <= set(members), f"{members[0]!r}: a live one is no member")
+    require(all(m.group is group for m in members), f"{members[0]!r}: a member of another group")
+    runs = {m.status is RequestStatus.RUNNING for m in members}
+    require(len(runs) == 1, f"{members[0]!r}: not all of a group run")
+    require(leader is None or leader in group.live, f"{leader!r} leads a group and is not live")
+    if runs == {False}:
+        require(leader is None, f"{leader!r} leads a group that waits")
+        return
+    for member in members:
+        follows = member not in group.live or (leader is not None and member is not leader)
+        require(member.awaits_fork == follows, f"{member!r}: awaits_fork is not {follows}")
+
+
+def _check_request(scheduler: Queues, request: Request) -> None:
     config = scheduler.config
     total = request.num_tokens_with_inflight
     require(total <= config.max_model_len, f"{request!r} is past max_model_len")
@@ -59,13 +92,16 @@ def _check_request(scheduler: Scheduler, request: Request) -> None:
     _check_rope(config, request)
 
 
-def _check_running(scheduler: Scheduler, request: Request) -> None:
+def _check_running(scheduler: Queues, request: Request) -> None:
     kv, computed = scheduler.kv, request.num_computed_tokens
     require(request.status is RequestStatus.RUNNING, f"{request!r} is in the running list")
     require(0 < computed <= request.num_tokens_with_inflight, f"{request!r} computed too much")
     require(len(request.tables) == len(kv.windows), f"{request!r}: a table for each group")
     blocks = kv.blocks_for(computed)
     require(request.capacity == blocks * kv.block_size, f"{request!r}: capacity")
+    for table in request.tables if computed % kv.block_size else ():
+        alone = kv.pool.ref_count(table[-1]) == 1
+        require(alone or request.shares_tail, f"{request!r} would write a block of others")
     full = min(computed // kv.block_size, len(request.block_hashes))
     require(request.num_registered_blocks == full, f"{request!r}: {full} blocks are full")
     _check_trimming(scheduler, request)
@@ -78,15 +114,17 @@ def _check_running(scheduler: Scheduler, request: Request) -> None:
                 require(kv.pool.block_hash(block) == key, f"{request!r}: block {index} misnamed")
 
 
-def _check_trimming(scheduler: Scheduler, request: Request) -> None:
+def _check_trimming(scheduler: Queues, request: Request) -> None:
     """Blocks behind the windows were given back when the newest row was planned, or since."""
     computed, trimmed_at = request.num_computed_tokens, request.trimmed_at
     require(0 <= trimmed_at <= computed, f"{request!r}: trimmed at {trimmed_at}")
     rows = [row for step in scheduler.in_flight for row in step.rows if row.request is request]
-    if rows:
+    if rows and rows[-1].epoch == request.epoch:
         newest = rows[-1]
         require(newest.start + newest.num_tokens == computed, f"{request!r}: newest row")
-        late = scheduler.kv.has_windows and trimmed_at < newest.start
+        # A row without tokens takes no blocks: its tables are as those of whom it was forked from.
+        planned = newest.num_tokens > 0 and scheduler.kv.has_windows
+        late = planned and trimmed_at < newest.start
         require(not late, f"{request!r}: not trimmed since {trimmed_at}")
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 from jaxpaged.core.block_pool import NULL_BLOCK
 
+Copy = tuple[int, int]
+"""A block whose content is to be copied, and the block that it goes to."""
 Windows = tuple[int | None, ...]
 """The window of each group in tokens, the token itself included; None is full attention."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxpaged.config import SCHEDULING_POLICIES
-from jaxpaged.core.kv_groups import MAX_GROUPS, Windows, blocks_for_sequence
+from jaxpaged.core.kv_groups import MAX_GROUPS, Copy, Windows, blocks_for_sequence
 from jaxpaged.core.request import Request
 from jaxpaged.core.rope import ROPE_RULES
 from jaxpaged.errors import ConfigError
@@ -118,6 +118,9 @@ class ScheduledRow:
     `samples`: the last of them draws a token. `admitted`: the first row since the request got its
     slot and blocks, new or resumed. `epoch` is the request's when the row was planned; a row whose
     epoch is no longer the request's is stale and its results are dropped.
+
+    A sample that has just been forked computes nothing (`num_tokens` 0, `start` behind the prompt):
+    it draws its first token from the logits of row `source` of the same step.
     """
 
     request: Request
@@ -126,11 +129,14 @@ class ScheduledRow:
     num_tokens: int
     samples: bool
     admitted: bool
+    source: int = -1
 
 
 @dataclass(slots=True)
 class ScheduledStep:
     """One step: what to launch now. `preempted` lost their blocks and slots while it was planned.
+    `copies` are pairs of blocks, source and destination, to be copied before the step writes any
+    KV, all sources being read before any destination is written.
 
     Running requests come before admitted ones. Every step is either launched as it is, before any
     other call that changes the scheduler, or given to `Scheduler.fail_steps`: its blocks are
@@ -141,11 +147,13 @@ class ScheduledStep:
     rows: list[ScheduledRow]
     num_tokens: int
     preempted: list[Request]
+    copies: list[Copy] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class TokenResult:
-    """One token of a request, or None when a request that only scores its prompt has ended."""
+    """One token of a request; None when a request that only scores its prompt has ended, and for a
+    beam, whose candidates have come."""
 
     request: Request
     token: int | None

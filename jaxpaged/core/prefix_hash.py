@@ -71,6 +71,27 @@ def block_extra(
     return extra or None
 
 
+def hash_tail(
+    hashes: Sequence[bytes],
+    prompt: Sequence[int],
+    block_size: int,
+    *,
+    cache_salt: str | None = None,
+    adapter: str | None = None,
+    rope_regime: int | str | None = None,
+) -> bytes | None:
+    """Name of the last block of a prompt that does not fill it, None if it does.
+
+    `hashes` name the prompt's full blocks. No full block has the name of a tail.
+    """
+    index = len(prompt) // block_size
+    tail = prompt[index * block_size :]
+    if not tail:
+        return None
+    extra = block_extra(index, cache_salt=cache_salt, adapter=adapter, rope_regime=rope_regime)
+    return hash_block(hashes[index - 1] if index else None, tail, (*(extra or ()), "tail"))
+
+
 def extend_hashes(
     hashes: list[bytes],
     token_ids: Sequence[int],

@@ -38,13 +38,17 @@ def check_prompt(request: Request, config: SchedulerConfig) -> None:
         )
 
 
-def outgrown_text(request: Request, config: SchedulerConfig) -> str:
+def outgrown_text(request: Request, config: SchedulerConfig, needed: int) -> str:
     """For a request whose known tokens no longer fit even in an empty pool."""
-    length, needed = request.num_tokens, config.blocks_for_sequence(request.num_tokens)
+    what, fewer = f"request has grown to {request.num_tokens} tokens", "max_tokens"
+    if request.is_beam:
+        assert request.group is not None
+        width = len(request.group.members)
+        what = f"beam search has grown to {width} beams of {request.num_tokens} tokens"
+        fewer = "beams or max_tokens"
     return (
-        f"The request has grown to {length} tokens and needs {needed} KV blocks of "
-        f"{_of_what(config)}, but the pool has {config.num_blocks - 1}. Ask for fewer max_tokens; "
-        f"or {_MORE_ROOM}."
+        f"The {what} and needs {needed} KV blocks of {_of_what(config)}, but the pool has "
+        f"{config.num_blocks - 1}. Ask for fewer {fewer}; or {_MORE_ROOM}."
     )
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxpaged.core.groups import Group
 
 
 class RequestStatus(enum.Enum):
@@ -26,6 +30,7 @@ class Request:
     __slots__ = (
         "admission_order",
         "arrival_time",
+        "awaits_fork",
         "block_hashes",
         "cache_salt",
         "capacity",
@@ -33,10 +38,12 @@ class Request:
         "epoch",
         "error",
         "finish_reason",
+        "group",
         "max_tokens",
         "min_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_hit_tokens",
         "num_inflight",
         "num_preemptions",
         "num_prompt_tokens",
@@ -48,12 +55,15 @@ class Request:
         "request_id",
         "rope_length",
         "rope_regime",
+        "shares_tail",
         "skip_prefix_cache",
         "slot",
+        "slot_is_new",
         "status",
         "stop_reason",
         "stop_token_ids",
         "tables",
+        "tail_hash",
         "token_ids",
         "trimmed_at",
     )
@@ -89,6 +99,8 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         """Positions whose KV is in the pool once every launched step has run."""
+        self.num_hit_tokens = 0
+        """Of those, what it found in the prefix cache when it was admitted last."""
         self.num_inflight = 0
         """Tokens that launched steps draw and nobody has read yet."""
         self.tables = [array("i")]
@@ -101,6 +113,9 @@ class Request:
         """`num_computed_tokens` when blocks behind the windows were given back last."""
         self.block_hashes: list[bytes] = []
         """Hash of every full block of `token_ids` (none when caching is off)."""
+        self.tail_hash: bytes | None = None
+        """Name of the prompt's last block where the prompt does not fill it; None if it does, and
+        when caching is off."""
         self.num_registered_blocks = 0
         """Leading entries of the tables that are in the hash map, the null ones excepted."""
         self.rope_length = 0
@@ -110,6 +125,14 @@ class Request:
         frequencies. See `core/rope.py`."""
         self.slot = -1
         """Row of the per-sequence device state, in [0, max_num_seqs); -1 unless running."""
+        self.slot_is_new = False
+        """No row has been planned since it got its slot."""
+        self.group: Group | None = None
+        """The requests that it shares KV with from the start, and is admitted and set back with."""
+        self.awaits_fork = False
+        """Running, but another one of its group still computes what it will share."""
+        self.shares_tail = False
+        """Its last block may have other holders, and must be copied before it is written."""
         self.epoch = 0
         """Changes when the request ends, so that tokens that arrive later are known as stale."""
         self.status = RequestStatus.WAITING
@@ -133,6 +156,15 @@ class Request:
             f"outputs={self.num_output_tokens}, computed={self.num_computed_tokens}, "
             f"inflight={self.num_inflight}, blocks={self.num_blocks})"
         )
+
+    def inherit(self, parent: Request) -> None:
+        """Become a sequence of the same tokens as another one of the same prompt."""
+        assert self.num_prompt_tokens == parent.num_prompt_tokens
+        self.token_ids = list(parent.token_ids)
+        self.block_hashes = list(parent.block_hashes)
+        self.tail_hash = parent.tail_hash
+        self.rope_length, self.rope_regime = parent.rope_length, parent.rope_regime
+        self.recompute_until = parent.recompute_until
 
     @property
     def block_ids(self) -> array[int]:
@@ -173,6 +205,10 @@ class Request:
     def only_scores(self) -> bool:
         """True if the prompt is computed for its logprobs and nothing is drawn."""
         return self.max_tokens == 0
+
+    @property
+    def is_beam(self) -> bool:
+        return self.group is not None and self.group.is_beams
 
     def end_is_in_flight(self, max_model_len: int) -> bool:
         """True if a token not read yet ends the request for certain, so nothing may follow it."""

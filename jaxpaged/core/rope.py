@@ -31,6 +31,7 @@ def enter_regime(request: Request, rule: str, threshold: int) -> None:
     if request.rope_regime != regime:
         request.rope_regime = regime
         request.block_hashes.clear()
+        request.tail_hash = None
 
 
 def must_restart(request: Request, threshold: int, max_model_len: int) -> bool:

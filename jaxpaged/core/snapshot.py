@@ -15,7 +15,7 @@ from itertools import islice
 
 from jaxpaged.core.block_pool import NULL_BLOCK
 from jaxpaged.core.block_states import CACHED, SHARED, block_states, count_states
-from jaxpaged.core.kv_groups import Windows
+from jaxpaged.core.kv_groups import Copy, Windows
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
 
@@ -39,6 +39,8 @@ class RequestSnapshot:
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens taken from the prefix cache at the first admission."""
+    num_hit_tokens: int
+    """The same at the last admission, outputs included; 0 where it is a fork of another one."""
     num_preemptions: int
     tables: tuple[array[int], ...]
 
@@ -60,6 +62,10 @@ class PoolSnapshot:
     next_waiting: tuple[RequestSnapshot, ...]
     """The first of those that wait, in the order in which they would be admitted."""
     num_waiting: int
+    copied_blocks: int = 0
+    """Blocks copied on write since the engine's start."""
+    recent_copies: tuple[Copy, ...] = ()
+    """The last ones of these, source and destination."""
 
     @property
     def num_blocks(self) -> int:
@@ -94,26 +100,26 @@ class PoolSnapshot:
             if self.refs[block] != before.refs[block] or self.states[block] != before.states[block]
         ]
 
-    def hits_since(self, before: PoolSnapshot, changed: Sequence[int]) -> list[int]:
-        """Blocks, ascending, that a prefix hit has given another holder.
+    def hits_since(self, before: PoolSnapshot) -> list[int]:
+        """Blocks, ascending, that a prefix hit has given another holder: those that requests
+        admitted since then found. More holders alone are no hit: a fork brings them, too.
 
-        Those of the `changed` ones that got one for what they already held (a block that was given
-        out for new content has lost its hash, or has another), and what requests admitted since
-        then found: in the same step a prompt may share blocks that are only being written.
+        Of a prompt that was cached as a whole the last block is a copy, and so is not among them.
         """
-        found = {
-            block
-            for block in changed
-            if self.refs[block] > before.refs[block]
-            and before.hashes[block] is not None
-            and self.hashes[block] == before.hashes[block]
-        }
-        ran_before = {request.key for request in before.running}
+        ran_before = {request.key: request.num_preemptions for request in before.running}
+        found: set[int] = set()
         for request in self.running:
-            if request.key not in ran_before and request.num_preemptions == 0:
-                pages = request.num_cached_tokens // self.block_size
+            if ran_before.get(request.key) != request.num_preemptions:
+                pages = request.num_hit_tokens // self.block_size
                 found.update(*(table[:pages] for table in request.tables))
         return sorted(found - {NULL_BLOCK})
+
+    def copies_since(self, before: PoolSnapshot) -> list[Copy]:
+        """Blocks copied on write since then, source and destination, the oldest first; of very many
+        the last ones.
+        """
+        count = self.copied_blocks - before.copied_blocks
+        return list(self.recent_copies[-count:]) if count else []
 
     def evicted_since(self, before: PoolSnapshot, changed: Sequence[int]) -> list[int]:
         """Those of the `changed` blocks that were cached and whose content is gone."""
@@ -146,6 +152,8 @@ def take_snapshot(scheduler: Scheduler, *, most_waiting: int = 16) -> PoolSnapsh
         running=tuple(_copy(request) for request in scheduler.running),
         next_waiting=tuple(_copy(r) for r in islice(scheduler.waiting, most_waiting)),
         num_waiting=scheduler.num_waiting,
+        copied_blocks=scheduler.stats.copied_blocks,
+        recent_copies=tuple(scheduler.stats.recent_copies),
     )
 
 
@@ -158,6 +166,7 @@ def _copy(request: Request) -> RequestSnapshot:
         num_computed_tokens=request.num_computed_tokens,
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=request.num_cached_tokens,
+        num_hit_tokens=request.num_hit_tokens,
         num_preemptions=request.num_preemptions,
         tables=tuple(table[:] for table in request.tables),
     )

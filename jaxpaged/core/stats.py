@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from jaxpaged.core.kv_groups import Copy
+
+MOST_RECENT_COPIES = 256
 
 
 class PrefixHitWindow:
@@ -59,6 +64,12 @@ class SchedulerStats:
     """Tokens delivered."""
     recomputed_tokens: int = 0
     """Tokens computed again after a preemption or a restart."""
+    forks: int = 0
+    """Sequences that began as a copy by reference of another one's block table."""
+    copied_blocks: int = 0
+    """Blocks copied before they were written, because others held them or could find them."""
+    recent_copies: deque[Copy] = field(default_factory=lambda: deque(maxlen=MOST_RECENT_COPIES))
+    """The last ones of these."""
     peak_running: int = 0
     running_sum: int = 0
     """Running requests summed over steps; divided by `steps` the mean batch size."""
@@ -94,6 +105,11 @@ class SchedulerStats:
         self.prefix_hit_tokens += hits
         for index, amount in enumerate((1, queries, hits)):
             self._step_lookups[index] += amount
+
+    def record_copies(self, copies: Sequence[Copy]) -> None:
+        """A step was planned that begins with these."""
+        self.copied_blocks += len(copies)
+        self.recent_copies.extend(copies)
 
     def record_step(self, *, running: int, tokens: int, blocks: int, waste: float) -> None:
         """One step was planned with `blocks` held, a share `waste` of their slots empty."""

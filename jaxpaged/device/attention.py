@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpaged.device.determinism import CONFIG_CONTEXT, CONFIG_TOKENS
 from jaxpaged.models.config import ModelConfig
 from pallas_kernels import reference, tuning
 from pallas_kernels.paged_kv import PagedKV, PrefillTiles
@@ -54,6 +55,8 @@ class AttentionSizes:
     soft_cap: float | None
     table: tuning.TuningTable | None = None
     """Where a kernel's configuration is looked for before the package's own table."""
+    fixed: bool = False
+    """One kernel of one size for all tokens, so that none's bits depend on how it is scheduled."""
 
     @classmethod
     def of(
@@ -64,6 +67,7 @@ class AttentionSizes:
         dtype: jnp.dtype,
         cache_dtype: jnp.dtype,
         table: tuning.TuningTable | None = None,
+        fixed: bool = False,
     ) -> AttentionSizes:
         shape = model.kv_shape
         cuts = 1 if shape.latent else model.tensor_parallel
@@ -79,6 +83,7 @@ class AttentionSizes:
             frozenset(model.layer_windows),
             model.attention_cap,
             table,
+            fixed,
         )
 
 
@@ -137,11 +142,33 @@ class PagedAttention(ABC):
             "value_dim": value_dim,
         }
         tables = meta.block_tables
-        out = self.decode(q[:rows], layer_kv, tables, meta.decode_positions, **settings)
+        if self.sizes.fixed:
+            single = self._single_tokens(meta)
+            out = self.prefill(q[:rows], layer_kv, tables, single, **settings)
+        else:
+            out = self.decode(q[:rows], layer_kv, tables, meta.decode_positions, **settings)
         if meta.tiles.token_tile.shape[0]:
             prompt = self.prefill(q[rows:], layer_kv, tables, meta.tiles, **settings)
             out = jnp.concatenate([out, prompt])
         return out, layer_kv
+
+    def _single_tokens(self, meta: AttentionMeta) -> PrefillTiles:
+        """The decode rows as tiles of one token: a prompt's tokens and those that follow it then go
+        through the same sums. Padding rows stand last and are behind the count.
+        """
+        positions = meta.decode_positions
+        rows = positions.shape[0]
+        place = lax.iota(jnp.int32, rows)
+        live = positions >= 0
+        tile = self.tile(rows, meta.block_tables.shape[1] * self.sizes.block_size)
+        return PrefillTiles(
+            row=place,
+            start=place,
+            length=live.astype(jnp.int32),
+            position=jnp.maximum(positions, 0),
+            token_tile=place * tile,
+            count=jnp.sum(live, dtype=jnp.int32),
+        )
 
 
 class ReferenceAttention(PagedAttention):
@@ -261,11 +288,14 @@ class KernelAttention(PagedAttention):
             tile=self.tile(tokens, context),
             config=self._prefill_config(tokens, context),
             interpret=self._interpret,
+            **({"uniform": True} if self.sizes.fixed else {}),  # Triton's; Mosaic GPU has none
             **settings,
         )
         return out
 
     def _prefill_config(self, tokens: int, context: int) -> tuning.PrefillConfig:
+        if self.sizes.fixed:
+            tokens, context = CONFIG_TOKENS, CONFIG_CONTEXT
         return tuning.prefill_config(
             self._device_kind,
             tokens=tokens,

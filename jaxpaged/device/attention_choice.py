@@ -140,6 +140,10 @@ def _mosaic(sizes: AttentionSizes, device: jax.Device) -> PagedAttention:
             f"it is for Hopper GPUs, compute capability {_dotted(HOPPER)}, and "
             f"{device.device_kind} has {_dotted(capability)}"
         )
+    if sizes.fixed:
+        raise _Unsuitable(
+            "with deterministic=True all tokens go through one kernel, Pallas Triton's for prompts"
+        )
     from pallas_kernels import mosaic_decode, mosaic_prefill
 
     modules: dict[str, ModuleType] = {"decode": mosaic_decode, "prefill": mosaic_prefill}

@@ -65,16 +65,20 @@ def choose_buckets(
     max_num_batched_tokens: int,
     decode: tuple[int, ...] | None = None,
     prefill: tuple[int, ...] | None = None,
+    *,
+    one_decode: bool = False,
 ) -> Buckets:
     """Buckets that end at exactly the two limits (rounded up to a multiple of 8).
 
-    Given ones are taken as they are, rounded the same way. Raises `ConfigError` if the last is not
-    the limit.
+    Given ones are taken as they are, rounded the same way. `one_decode` leaves only the last of the
+    decode buckets: all steps then have the same rows. Raises `ConfigError` if the last is not the
+    limit.
     """
     last_rows = round_up(max_num_seqs, ROW_MULTIPLE)
     last_tokens = round_up(max_num_batched_tokens, ROW_MULTIPLE)
+    rows = _ladder("decode_buckets", decode, ROW_MULTIPLE, _DECODE_GROWTH, last_rows)
     return Buckets(
-        _ladder("decode_buckets", decode, ROW_MULTIPLE, _DECODE_GROWTH, last_rows),
+        rows[-1:] if one_decode else rows,
         _ladder("prefill_buckets", prefill, _FIRST_PREFILL, _PREFILL_GROWTH, last_tokens),
     )
 

@@ -157,3 +157,21 @@ def make_pools(
         return jnp.zeros(rows, jnp.float32, device=of_scales)
 
     return [_paged_kv(model, dtype, pool, scales) for _ in range(KVLayout.of(model).num_pools)]
+
+
+def copy_blocks(
+    pools: list[PagedKV], sources: jax.Array, destinations: jax.Array, *, block_size: int
+) -> list[PagedKV]:
+    """Copy whole blocks i32[N] to others in every pool, with their scales; runs under jit with the
+    pools donated. All sources are read before any destination is written. A destination beyond the
+    pool is padding; the others differ.
+    """
+    offset = jnp.arange(block_size, dtype=jnp.int32)[None, :]
+
+    def copy(array: jax.Array) -> jax.Array:
+        read = (sources[:, None] * block_size + offset).reshape(-1)
+        write = (destinations[:, None] * block_size + offset).reshape(-1)
+        return array.at[write].set(array[read], mode="drop", unique_indices=True)
+
+    copied: list[PagedKV] = jax.tree.map(copy, pools)
+    return copied

@@ -43,6 +43,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    model_class: type[CausalLM]
     config: ModelConfig
     parts: ModelParts
     weights: Weights
@@ -152,6 +153,7 @@ def load_model(
         if shard.device == here
     )
     return LoadedModel(
+        model_class,
         model_config,
         parts,
         parts.weights(params),

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from jaxpaged.core.plan import ScheduledRow
 from jaxpaged.device.buckets import StepShape, round_up
 from jaxpaged.device.sampling_state import (
+    BEAM,
     FLOAT_FIELDS,
     INT_FIELDS,
     RowFields,
@@ -119,6 +120,8 @@ class PackedStep:
     floats: FloatArray
     order: list[int]
     prompt_start: list[int]
+    has_beams: bool
+    """Some row is a beam's."""
 
 
 def is_decode(row: ScheduledRow, request: RowRequest) -> bool:
@@ -134,8 +137,8 @@ def pack(
     rows: Sequence[ScheduledRow], requests: Sequence[RowRequest], layout: Layout, num_slots: int
 ) -> PackedStep:
     """Fill the arrays of one step. Decode rows come first, longest context first (rows of a group
-    cost what its longest does), then the rows of prompt chunks; everything else is padding that
-    computes and never writes.
+    cost what its longest does), then the rows of prompt chunks, then samples that draw from the
+    logits of one of these; everything else is padding that computes and never writes.
     """
     ints = np.zeros(layout.num_ints, np.int32)
     floats = np.zeros(layout.num_floats, np.float32)
@@ -153,11 +156,14 @@ def pack(
 
     kinds = [is_decode(row, request) for row, request in zip(rows, requests, strict=True)]
     decode = sorted((i for i, kind in enumerate(kinds) if kind), key=lambda i: -rows[i].start)
-    prompts = [i for i, kind in enumerate(kinds) if not kind]
+    prompts = [i for i, kind in enumerate(kinds) if not kind and rows[i].num_tokens]
+    forked = [i for i, row in enumerate(rows) if not row.num_tokens]
     order, prompt_start = [0] * len(rows), [-1] * len(rows)
-    for place, i in enumerate(decode + prompts):
+    has_beams = False
+    for place, i in enumerate(decode + prompts + forked):
         row = rows[i]
         order[i] = place
+        has_beams = has_beams or bool(requests[i].fields.flags & BEAM)
         f["row_slot"][place] = row.request.slot
         f["rope_length"][place] = row.request.rope_length
         for group, table in enumerate(row.request.tables):
@@ -171,7 +177,9 @@ def pack(
         f["decode_position"][place] = row.start
         f["logits_index"][place] = place
     _pack_prompts(f, rows, requests, prompts, order, prompt_start, layout)
-    return PackedStep(layout, ints, floats, order, prompt_start)
+    for i in forked:
+        f["logits_index"][order[i]] = f["logits_index"][order[rows[i].source]]
+    return PackedStep(layout, ints, floats, order, prompt_start, has_beams)
 
 
 def _pack_prompts(

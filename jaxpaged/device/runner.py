@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.plan import ScheduledRow
 from jaxpaged.device.attention import PagedAttention
-from jaxpaged.device.buckets import Buckets, StepShape
+from jaxpaged.device.beam_candidates import split_candidates
+from jaxpaged.device.buckets import ROW_MULTIPLE, Buckets, StepShape, round_up
 from jaxpaged.device.compile_ledger import CompileLedger, known_deprecations
-from jaxpaged.device.kv_cache import KVLayout, make_pools, pool_specs
+from jaxpaged.device.kv_cache import KVLayout, copy_blocks, make_pools, pool_specs
 from jaxpaged.device.model_loader import LoadedModel
 from jaxpaged.device.packing import Layout, PackedStep, RowRequest, is_decode, pack
 from jaxpaged.device.sampler import HostSamples, unpack
@@ -33,8 +35,18 @@ from jaxpaged.device.step import (
     Weights,
     make_step,
 )
-from jaxpaged.errors import ConfigError
+from jaxpaged.device.weight_update import (
+    HostWeights,
+    Target,
+    WeightUpdate,
+    by_path,
+    replaced,
+    to_devices,
+    to_host,
+)
+from jaxpaged.errors import ConfigError, UnavailableError
 from jaxpaged.models.config import ModelConfig
+from pallas_kernels.paged_kv import PagedKV
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,11 +65,14 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Host results. `samples` has program rows, `prompt` prompt tokens; `packed` maps them."""
+    """Host results. `samples` has program rows, `prompt` prompt tokens; `packed` maps them. `beams`
+    are ids and log-probabilities [rows, candidates].
+    """
 
     packed: PackedStep
     samples: HostSamples
     prompt: HostSamples | None
+    beams: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None = None
 
 
 class Runner:
@@ -86,8 +101,13 @@ class Runner:
         self._mesh = loaded.mesh
         self._block_size = config.block_size
         self._backend = backend
-        self._weights: Weights | None = loaded.weights
+        self.target = Target(loaded.model_class, loaded.config, loaded.parts, loaded.mesh)
+        own = loaded.weights  # lists of our own: an update empties them
+        self._weights: Weights | None = Weights([list(x) for x in own.layers], list(own.rest))
+        self._stored: HostWeights | None = None
+        """The weights while they sleep in host memory."""
         self._kv_layout = settings.kv_layout
+        self._deterministic = settings.determinism.promised
         self._replicated = NamedSharding(self._mesh, PartitionSpec())
         self._make_slots = jax.jit(
             functools.partial(empty_slot_state, max_num_seqs, max_model_len),
@@ -95,12 +115,10 @@ class Runner:
         )
         self._step = _jit_step(self, loaded, settings)
         self._admit = _jit_admit(self)
+        self._copy = _jit_copy(self)
+        self._copy_sizes = _copy_sizes(max_num_seqs * len(settings.kv_layout.windows))
         self._state: EngineState | None = self._first_state()
-        self._lasting_bytes = {
-            "weights": _bytes_on_first_device(loaded.weights),
-            "kv_cache": _bytes_on_first_device(self._state.kv),
-            "sampling_state": _bytes_on_first_device(self._state.slots),
-        }
+        self._lasting_bytes = self._measured()
 
     @property
     def alone(self) -> bool:
@@ -116,6 +134,11 @@ class Runner:
     def attention_backend(self) -> str:
         """Its name."""
         return self._backend.name
+
+    @property
+    def deterministic(self) -> bool:
+        """True if a request's bits do not depend on what runs beside it."""
+        return self._deterministic
 
     @property
     def cache_dtype_name(self) -> str:
@@ -136,6 +159,16 @@ class Runner:
         told = {"in_use": "bytes_in_use", "peak": "peak_bytes_in_use", "limit": "bytes_limit"}
         live = {kind: int(stats[key]) for kind, key in told.items() if key in stats}
         return self._lasting_bytes | live
+
+    def _measured(self) -> dict[str, int]:
+        state, weights = self._state, _bytes_on_first_device(self._weights)
+        if self._stored is not None and self._mesh.local_devices[0].platform == "cpu":
+            weights = sum(value.nbytes for value, _ in self._stored.values())
+        return {
+            "weights": weights,
+            "kv_cache": _bytes_on_first_device(None if state is None else state.kv),
+            "sampling_state": _bytes_on_first_device(None if state is None else state.slots),
+        }
 
     # ------------------------------------------------------------------ state
 
@@ -175,7 +208,78 @@ class Runner:
     def close(self) -> None:
         """Give the device memory back. The runner cannot be used afterwards."""
         self._state = None
-        self._weights = None
+        self._weights = self._stored = None
+
+    # ------------------------------------------------------------------ weights, sleep
+
+    @property
+    def unready(self) -> str | None:
+        """Why no step can be launched now, and what to do; None if one can."""
+        if self._state is None:
+            return "The engine is asleep; call wake first."
+        if self._weights is None:
+            return "The engine's weights are gone, as an update broke off; call update_weights."
+        return None
+
+    @property
+    def asleep(self) -> bool:
+        return self._state is None
+
+    def weights_by_path(self) -> dict[str, jax.Array]:
+        """The arrays in use. Raises `UnavailableError` while there are none on the device."""
+        if self._weights is None:
+            raise UnavailableError(
+                "The engine's weights are not on the device; call wake or update_weights.", 1.0
+            )
+        return by_path(self.target.parts, self._weights)
+
+    def check_weights(self, source: Any) -> WeightUpdate:
+        """All that can be said against new weights, before anything is changed."""
+        self._check_alone("update_weights")
+        return WeightUpdate(source, self.target)
+
+    def replace_weights(self, update: WeightUpdate) -> None:
+        """Take the new weights; programs stay. No step may be in flight.
+
+        While asleep without weights, they come to the device all the same. Should this fail (out of
+        memory, Ctrl-C), the engine has none, and says so until it is given some.
+        """
+        old, self._weights, self._stored = self._weights, None, None
+        try:
+            self._weights = replaced(self.target.parts, old, update)
+        finally:
+            self._lasting_bytes = self._measured()
+
+    def sleep(self, weights: bool | str) -> None:
+        """Drop pools and slots, and with `weights` True or "discard" the weights. Idempotent."""
+        self._check_alone("sleep")
+        self._state = None
+        if weights is True and self._weights is not None:
+            self._stored = to_host(self.target.parts, self._weights)
+        if weights:
+            self._weights = None
+        if weights == "discard":
+            self._stored = None
+        self._lasting_bytes = self._measured()
+
+    def wake(self) -> None:
+        """Bring back what `sleep` took. Idempotent; raises and stays asleep if it cannot."""
+        if self._weights is None and self._stored is None:
+            raise UnavailableError(
+                "The engine's weights were discarded; call update_weights before wake.", 1.0
+            )
+        if self._weights is None and self._stored is not None:
+            self._weights = to_devices(self.target.parts, self._stored)
+            self._stored = None
+        if self._state is None:
+            self._state = self._first_state()
+        self._lasting_bytes = self._measured()
+
+    def _check_alone(self, what: str) -> None:
+        if not self.alone:
+            raise ConfigError(
+                f"{what} works in one process only, and num_processes is {jax.process_count()}."
+            )
 
     def pool_pointers(self) -> list[int]:
         """Addresses of the pools on every device; they never change while steps run in place."""
@@ -208,6 +312,18 @@ class Runner:
             slots = self._admit(self._state.slots, np.int32(slot), values)
         self._state = EngineState(self._state.kv, slots)
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (source, destination), before the step whose plan asks for it."""
+        assert self._state is not None
+        size = next(size for size in self._copy_sizes if size >= len(copies))
+        blocks = np.zeros((2, size), np.int32)
+        # Padding goes beyond the pool, each to a place of its own.
+        blocks[1] = self.num_blocks + np.arange(size, dtype=np.int32)
+        blocks[:, : len(copies)] = np.array(copies, np.int32).reshape(-1, 2).T
+        with self.ledger.watch(f"copy[{size}]"):
+            kv = self._copy(self._state.kv, blocks)
+        self._state = EngineState(kv, self._state.slots)
+
     def pack(self, rows: Sequence[ScheduledRow], requests: Sequence[RowRequest]) -> PackedStep:
         prompt_tokens = sum(
             row.num_tokens
@@ -226,6 +342,8 @@ class Runner:
             )
         self._state = state
         output.samples.copy_to_host_async()
+        if packed.has_beams:
+            output.beams.copy_to_host_async()
         return Launched(packed, output, wants_prompt)
 
     def is_ready(self, launched: Launched) -> bool:
@@ -237,19 +355,30 @@ class Runner:
         """Wait for the step and copy its results; raises whatever made it fail."""
         samples = unpack(np.asarray(launched.output.samples))
         prompt = unpack(np.asarray(launched.output.prompt)) if launched.wants_prompt else None
-        return StepResult(launched.packed, samples, prompt)
+        beams = None
+        if launched.packed.has_beams:
+            beams = split_candidates(np.asarray(launched.output.beams))
+        return StepResult(launched.packed, samples, prompt, beams)
 
     # ------------------------------------------------------------------ warm-up
+
+    @property
+    def num_programs(self) -> int:
+        """Those that warm-up compiles: the step's shapes, block copies, and admission."""
+        return len(self.buckets.shapes) + len(self._copy_sizes) + 1
 
     def warm_up(self, progress: Progress) -> float:
         """Compile every program by running it on padding. Returns seconds."""
         start = time.perf_counter()
         shapes = self.buckets.shapes
-        total = len(shapes) + 1
+        total = self.num_programs
         for done, shape in enumerate(shapes):
             progress(done, total, str(shape))
             packed = pack([], [], self.layout(shape), self.max_num_seqs)
             self.read(self.launch(packed, wants_prompt=False))
+        for done, size in enumerate(self._copy_sizes, start=len(shapes)):
+            progress(done, total, f"copy[{size}]")
+            self.copy_blocks([(0, self.num_blocks + place) for place in range(size)])
         progress(total - 1, total, "admit")
         assert self._state is not None
         values = SlotValues(
@@ -291,6 +420,7 @@ def step_temporaries(
         _step_over_mesh(make_step(loaded.parts, backend, settings), loaded),
         static_argnames="layout",
         donate_argnames="state",
+        compiler_options=settings.determinism.compiler_options,
     )
     ints = jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32)
     floats = jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32)
@@ -301,8 +431,11 @@ def step_temporaries(
 
 
 def _bytes_on_first_device(arrays: Any) -> int:
-    leaves = jax.tree.leaves(arrays)
-    return sum(int(leaf.addressable_shards[0].data.nbytes) for leaf in leaves)
+    # From shapes: a look at the shards would leave second handles on what steps donate.
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(arrays)
+    )
 
 
 def layout_of(
@@ -351,7 +484,7 @@ def over_mesh(
 def _step_over_mesh(step: StepFunction, loaded: LoadedModel) -> StepFunction:
     everywhere: Any = PartitionSpec()
     state = state_specs(loaded.config, loaded.cache_dtype)
-    outputs = (state, StepOutput(everywhere, everywhere))
+    outputs = (state, StepOutput(everywhere, everywhere, everywhere))
     spread = over_mesh(loaded, inputs=2, outputs=outputs)
 
     def run(
@@ -383,7 +516,11 @@ def _jit_step(
         jaxpaged_step,
         static_argnames="layout",
         donate_argnames="state",
-        out_shardings=(runner.state_shardings, StepOutput(replicated, replicated)),  # type: ignore[arg-type]
+        out_shardings=(
+            runner.state_shardings,
+            StepOutput(replicated, replicated, replicated),  # type: ignore[arg-type]
+        ),
+        compiler_options=settings.determinism.compiler_options,
     )
 
 
@@ -395,3 +532,17 @@ def _jit_admit(runner: Runner) -> Callable[..., SlotState]:
     return jax.jit(
         jaxpaged_admit, donate_argnames="state", out_shardings=runner.state_shardings.slots
     )
+
+
+def _jit_copy(runner: Runner) -> Callable[..., list[PagedKV]]:
+    def jaxpaged_copy(kv: list[PagedKV], blocks: jax.Array) -> list[PagedKV]:
+        runner.ledger.traced()
+        return copy_blocks(kv, blocks[0], blocks[1], block_size=runner._block_size)
+
+    return jax.jit(jaxpaged_copy, donate_argnames="kv", out_shardings=runner.state_shardings.kv)
+
+
+def _copy_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of blocks that are copied at once: a few, or as many as a step can ask for."""
+    few, all_of_them = ROW_MULTIPLE, round_up(most, ROW_MULTIPLE)
+    return (few,) if all_of_them <= few else (few, all_of_them)

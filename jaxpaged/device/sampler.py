@@ -4,6 +4,9 @@ A row's result depends on that row alone, bit for bit: whatever the number of ro
 the other rows ask for. So a filter yields only a row's cut (the smallest logit it keeps), by a
 way that the row itself decides, and the drawing that follows is one piece of code for all rows.
 
+Logprobs are of the model's logits ("raw"), or, for rows that ask for it, of what their token is
+drawn from ("processed"). Both come from one piece of code, which sees one array of logits.
+
 Legend: R sample rows, V vocabulary, K max_logprobs.
 """
 
@@ -22,6 +25,7 @@ from jaxpaged.device.cuts import keep_cut
 from jaxpaged.device.logit_rules import process_logits
 from jaxpaged.device.sampling_state import (
     DRAWS,
+    PROCESSED_LOGPROBS,
     SampleRows,
     SlotState,
     live_flags,
@@ -61,7 +65,7 @@ class SampleOutput:
 
     tokens: jax.Array  # i32[R]; always a valid id, 0 where status is not OK
     status: jax.Array  # i32[R]
-    logprob: jax.Array  # f32[R]; raw log-probability of the token (natural log)
+    logprob: jax.Array  # f32[R]; log-probability of the token (natural log)
     rank: jax.Array  # i32[R]; tokens at least as likely, the token included
     top_ids: jax.Array  # i32[R, K]; likeliest first
     top_logprobs: jax.Array  # f32[R, K]
@@ -89,14 +93,16 @@ def sample(
     valid_vocab: int,
     drawable: int | None = None,
 ) -> SampleOutput:
-    """Choose one token per row of logits [R, V]; also its raw logprobs for rows that ask.
+    """Choose one token per row of logits [R, V]; also its logprobs for rows that ask.
 
     Columns from `valid_vocab` on are padding of the weights: never drawn, probability zero. Those
     from `drawable` on are tokens of the model that stand for nothing: never drawn either, but
     their logprobs are the model's.
-    Raw means before every rule and before temperature. `max_logprobs` (K) is at most V; rows use
-    their first num_logprobs entries. What a row did not ask for is unspecified. Padding rows give
-    token 0 and status 0.
+    Logprobs are raw, before every rule and before temperature; in rows with PROCESSED_LOGPROBS they
+    are the log-softmax of the rules' result over the temperature (1 in greedy rows), minus infinity
+    for what min_p, top_k or top_p cut. `max_logprobs` (K) is at most V; rows use their first
+    num_logprobs entries. What a row did not ask for is unspecified. Padding rows give token 0 and
+    status 0.
     """
     flags = live_flags(state, rows)
     raw = _tidy(logits, valid_vocab)
@@ -104,12 +110,14 @@ def sample(
     if drawable is not None:
         processed = _without_columns(processed, drawable)
     with jax.named_scope("draw"):
-        tokens, top = _draw(processed, rows, (flags & DRAWS) != 0)
+        asks = (flags & PROCESSED_LOGPROBS) != 0
+        drawn = _draw(processed, rows, draws := (flags & DRAWS) != 0, asks)
     live = rows.slot < state.history.shape[0]
-    status = jnp.where(live, _status(raw, top), STATUS_OK)
-    tokens = jnp.where(live & (status == STATUS_OK), tokens, 0)
+    status = jnp.where(live, _status(raw, drawn.top), STATUS_OK)
+    tokens = jnp.where(live & (status == STATUS_OK), drawn.tokens, 0)
     wanted = jnp.where(live, rows.num_logprobs, -1)
-    return _output(raw, tokens, status, wanted, max_logprobs)
+    of_draws = _OfDraws(processed, drawn, _temperature(rows, draws), asks)
+    return _output(raw, tokens, status, wanted, max_logprobs, of_draws)
 
 
 def prompt_logprobs(
@@ -140,7 +148,8 @@ def draw(logits: jax.Array, rows: SampleRows) -> jax.Array:
     kept; at least one token stays), with one uniform number made from the seed, the sample index
     and the position. Rows that are NaN or wholly masked give some valid id.
     """
-    return _draw(logits, rows, (rows.flags & DRAWS) != 0)[0]
+    never = jnp.zeros(logits.shape[0], jnp.bool_)
+    return _draw(logits, rows, (rows.flags & DRAWS) != 0, never).tokens
 
 
 def gather_logprobs(raw_logits: jax.Array, tokens: jax.Array, *, k_max: int) -> _Logprobs:
@@ -216,8 +225,15 @@ def _status(raw: jax.Array, top: jax.Array) -> jax.Array:
     return jnp.where(broken, STATUS_NOT_FINITE, masked).astype(jnp.int32)
 
 
-def _draw(x: jax.Array, rows: SampleRows, draws: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Tokens i32[R] and each row's largest logit f32[R]."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Drawn:
+    tokens: jax.Array  # i32[R]
+    top: jax.Array  # f32[R]; the largest logit
+    lowest: jax.Array  # f32[R]; the smallest logit that was kept, where asked for; else -inf
+
+
+def _draw(x: jax.Array, rows: SampleRows, draws: jax.Array, asks_lowest: jax.Array) -> _Drawn:
     x = _whole_tiles(x)
     tile_max = jnp.max(_tiles(x), axis=2)
     best_tile = jnp.argmax(tile_max, axis=1).astype(jnp.int32)
@@ -225,23 +241,46 @@ def _draw(x: jax.Array, rows: SampleRows, draws: jax.Array) -> tuple[jax.Array, 
     greedy = best_tile * TILE + inside
     top = jnp.max(tile_max, axis=1)
 
-    def at_random(x: jax.Array) -> jax.Array:
-        return jnp.where(draws, _draw_at_random(x, top, rows, draws), greedy)
+    def at_random(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        drawn, lowest = _draw_at_random(x, top, rows, draws, asks_lowest)
+        return jnp.where(draws, drawn, greedy), lowest
 
-    def all_greedy(x: jax.Array) -> jax.Array:
-        return greedy
+    def all_greedy(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return greedy, jnp.full_like(top, -jnp.inf)
 
-    return lax.cond(jnp.any(draws), at_random, all_greedy, x), top
+    tokens, lowest = lax.cond(jnp.any(draws), at_random, all_greedy, x)
+    return _Drawn(tokens, top, lowest)
 
 
-def _draw_at_random(x: jax.Array, top: jax.Array, rows: SampleRows, draws: jax.Array) -> jax.Array:
+def _draw_at_random(
+    x: jax.Array, top: jax.Array, rows: SampleRows, draws: jax.Array, asks_lowest: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens i32[R], and the smallest kept logit f32[R] of rows that draw and ask for it."""
     # A masked-out or broken row must stay in its lane: its weights become 0 or NaN, nothing else.
     largest = jnp.where(jnp.isfinite(top), top, 0.0)[:, None]
-    temperature = jnp.where(draws & (rows.temperature > 0), rows.temperature, 1.0)[:, None]
-    weights = jnp.exp((x - largest) / temperature)  # the largest is exactly 1
+    weights = jnp.exp((x - largest) / _temperature(rows, draws))  # the largest is exactly 1
     cut = keep_cut(x, weights, top, rows, draws)
     kept = (x >= cut[:, None]) & (weights >= rows.min_p[:, None])
-    return _inverse_cdf(jnp.where(kept, weights, 0.0), _uniform(rows))
+    tokens = _inverse_cdf(jnp.where(kept, weights, 0.0), _uniform(rows))
+
+    def smallest(x: jax.Array, weights: jax.Array) -> jax.Array:
+        kept = (x >= cut[:, None]) & (weights >= rows.min_p[:, None])
+        found = jnp.min(jnp.where(kept, x, jnp.inf), axis=1)
+        # Should XLA compute a weight at the edge twice and round it differently, the drawn token
+        # is among the kept ones all the same.
+        own = jnp.take_along_axis(x, tokens[:, None], axis=1, mode="clip")[:, 0]
+        return jnp.where(draws, jnp.minimum(found, own), -jnp.inf)
+
+    def unasked(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.full_like(top, -jnp.inf)
+
+    lowest: jax.Array = lax.cond(jnp.any(asks_lowest & draws), smallest, unasked, x, weights)
+    return tokens, lowest
+
+
+def _temperature(rows: SampleRows, draws: jax.Array) -> jax.Array:
+    """f32[R, 1], 1 in greedy rows."""
+    return jnp.where(draws & (rows.temperature > 0), rows.temperature, 1.0)[:, None]
 
 
 def _uniform(rows: SampleRows) -> jax.Array:
@@ -281,29 +320,56 @@ def _first_beyond(sums: jax.Array, parts: jax.Array, target: jax.Array) -> jax.A
     return jnp.where(jnp.any(beyond, axis=1), jnp.argmax(beyond, axis=1), last).astype(jnp.int32)
 
 
+@dataclass(frozen=True)
+class _OfDraws:
+    """What tokens are drawn from, for the rows whose logprobs are of that."""
+
+    x: jax.Array  # f32[R, V]; after the rules
+    drawn: _Drawn
+    temperature: jax.Array  # f32[R, 1]
+    asked: jax.Array  # bool[R]
+
+    def scores(self, raw: jax.Array) -> jax.Array:
+        """f32[R, V]; their softmax is what each row's logprobs are of."""
+        top = self.drawn.top
+        largest = jnp.where(jnp.isfinite(top), top, 0.0)[:, None]
+        kept = self.x >= self.drawn.lowest[:, None]
+        scaled = jnp.where(kept, (self.x - largest) / self.temperature, -jnp.inf)
+        # Behind the barrier is the same code as for raw logits: were this fused into it, a raw
+        # row could get other bits beside a row that asks than without.
+        scores: jax.Array = lax.optimization_barrier(jnp.where(self.asked[:, None], scaled, raw))
+        return scores
+
+
 def _output(
-    raw: jax.Array, tokens: jax.Array, status: jax.Array, wanted: jax.Array, max_logprobs: int
+    raw: jax.Array,
+    tokens: jax.Array,
+    status: jax.Array,
+    wanted: jax.Array,
+    max_logprobs: int,
+    of_draws: _OfDraws | None = None,
 ) -> SampleOutput:
-    """Attach raw logprobs where any row wants them, and pack everything."""
+    """Attach logprobs where any row wants them, and pack everything."""
     rows = raw.shape[0]
 
-    def gather(x: jax.Array) -> _Logprobs:
-        def with_top(x: jax.Array) -> _Logprobs:
-            return gather_logprobs(x, tokens, k_max=max_logprobs)
+    def with_top(x: jax.Array) -> _Logprobs:
+        return gather_logprobs(x, tokens, k_max=max_logprobs)
 
-        def alone(x: jax.Array) -> _Logprobs:
-            logprob, rank, _, _ = gather_logprobs(x, tokens, k_max=0)
-            return logprob, rank, *_no_top(rows, max_logprobs)
-
-        out: _Logprobs = lax.cond(jnp.any(wanted > 0), with_top, alone, x)
-        return out
+    def alone(x: jax.Array) -> _Logprobs:
+        logprob, rank, _, _ = gather_logprobs(x, tokens, k_max=0)
+        return logprob, rank, *_no_top(rows, max_logprobs)
 
     def skip(x: jax.Array) -> _Logprobs:
         none = jnp.zeros(rows, jnp.float32)
         return none, none.astype(jnp.int32), *_no_top(rows, max_logprobs)
 
+    branches = [skip, alone, with_top]
+    chosen = jnp.any(wanted >= 0).astype(jnp.int32) + jnp.any(wanted > 0).astype(jnp.int32)
+    if of_draws is not None:
+        branches += [lambda x: alone(of_draws.scores(x)), lambda x: with_top(of_draws.scores(x))]
+        chosen += 2 * jnp.any(of_draws.asked & (wanted >= 0)).astype(jnp.int32)
     with jax.named_scope("logprobs"):
-        logprob, rank, ids, logprobs = lax.cond(jnp.any(wanted >= 0), gather, skip, raw)
+        logprob, rank, ids, logprobs = lax.switch(chosen, branches, raw)
     columns = [tokens, status, rank, lax.bitcast_convert_type(logprob, jnp.int32)]
     packed = jnp.concatenate(
         [jnp.stack(columns, axis=1), ids, lax.bitcast_convert_type(logprobs, jnp.int32)], axis=1

@@ -40,6 +40,10 @@ USES_BIAS = 4
 USES_ALLOWED = 8
 USES_BAD_WORDS = 16
 USES_PENALTIES = 32
+PROCESSED_LOGPROBS = 64
+"""The row's logprobs are those of what it draws from, not the model's."""
+BEAM = 128
+"""The row is a beam of a search: its likeliest tokens are wanted, and none is drawn."""
 CHANGES_LOGITS = MASK_STOPS | USES_BIAS | USES_ALLOWED | USES_BAD_WORDS | USES_PENALTIES
 
 _INT32_MAX = 2**31 - 1
@@ -79,7 +83,7 @@ class SampleRows:
     slot: jax.Array  # i32[R]; S or more marks a padding row
     position: jax.Array  # i32[R]; absolute position of the drawn token = tokens known before it
     prompt_len: jax.Array  # i32[R]
-    flags: jax.Array  # i32[R]; DRAWS | MASK_STOPS | USES_...
+    flags: jax.Array  # i32[R]; DRAWS | MASK_STOPS | USES_... | PROCESSED_LOGPROBS
     num_logprobs: jax.Array  # i32[R]; -1 none, 0 the drawn token's only, k the k likeliest too
     top_k: jax.Array  # i32[R]; 0 is off
     sample_index: jax.Array  # i32[R]; which of the request's n samples
@@ -150,6 +154,8 @@ def row_fields(params: SamplingParams, seed: int, *, vocab_size: int) -> RowFiel
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     flags |= USES_PENALTIES if penalties != (1.0, 0.0, 0.0) else 0
     logprobs = -1 if params.logprobs is None else params.logprobs
+    if params.logprobs is not None and params.logprobs_mode == "processed":
+        flags |= PROCESSED_LOGPROBS
     if params.logprobs == -1:
         logprobs = vocab_size
     top_k = params.top_k if 0 < params.top_k < vocab_size and not params.greedy else 0

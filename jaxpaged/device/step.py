@@ -12,12 +12,15 @@ from flax import nnx
 from jax import lax
 
 from jaxpaged.device.attention import AttentionMeta, PagedAttention
+from jaxpaged.device.beam_candidates import beam_candidates
+from jaxpaged.device.determinism import UNDECIDED, Determinism
 from jaxpaged.device.kv_cache import KVLayout
 from jaxpaged.device.packing import FROM_HISTORY, Layout
 from jaxpaged.device.sampler import prompt_logprobs, sample
 from jaxpaged.device.sampling_state import SlotState, record_tokens
 from jaxpaged.models.base import CausalLM
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.order import fixed_order
 from pallas_kernels.paged_kv import PagedKV, PrefillTiles
 
 _PROMPT_ROWS = (32, 16, 8)
@@ -36,12 +39,13 @@ class EngineState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """`samples` i32 [R, 4 + 2K] (see `sampler.unpack`); `prompt` i32 [P, 4 + 2K], read only when
-    wanted.
+    """`samples` i32 [R, 4 + 2K] (see `sampler.unpack`). Read only when wanted: `prompt` i32
+    [P, 4 + 2K], and `beams` i32 [R, 2C] (see `beam_candidates`).
     """
 
     samples: jax.Array
     prompt: jax.Array
+    beams: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +70,9 @@ class StepSettings:
     drawable: int
     """Of those, the ids that the tokenizer knows; the others stand for nothing."""
     kv_layout: KVLayout
+    num_candidates: int = 2
+    """Tokens that each beam of a search is told it may go on with."""
+    determinism: Determinism = UNDECIDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,22 +169,38 @@ def make_step(parts: ModelParts, backend: PagedAttention, settings: StepSettings
     def step(
         weights: Weights, state: EngineState, ints: jax.Array, floats: jax.Array, layout: Layout
     ) -> tuple[EngineState, StepOutput]:
+        with fixed_order(settings.determinism.order):
+            return traced(weights, state, ints, floats, layout)
+
+    def traced(
+        weights: Weights, state: EngineState, ints: jax.Array, floats: jax.Array, layout: Layout
+    ) -> tuple[EngineState, StepOutput]:
         rows = layout.shape.rows
         f = layout.split(ints)
         model, pools, hidden = trunk(weights, state, f, layout)
         x = hidden[-1]
         with jax.named_scope("sample"):
+            logits = model.logits(jnp.take(x, f["logits_index"], axis=0, mode="clip"))
             drawn = sample(
-                model.logits(jnp.take(x, f["logits_index"], axis=0, mode="clip")),
+                logits,
                 state.slots,
                 sample_rows := layout.sample_rows(f["sample"], floats),
                 max_logprobs=settings.max_logprobs,
                 valid_vocab=settings.valid_vocab,
                 drawable=settings.drawable,
             )
+        with jax.named_scope("beams"):
+            beams = beam_candidates(
+                logits,
+                state.slots,
+                sample_rows,
+                count=settings.num_candidates,
+                valid_vocab=settings.valid_vocab,
+                drawable=settings.drawable,
+            )
         slots = record_tokens(state.slots, sample_rows, drawn.tokens)
         prompt = _prompt_logprobs(model, x[rows:], f["prompt_target"], settings)
-        return EngineState(pools, slots), StepOutput(drawn.packed, prompt)
+        return EngineState(pools, slots), StepOutput(drawn.packed, prompt, beams)
 
     return step
 
@@ -276,6 +299,8 @@ def _prompt_logprobs(
     if total == 0:
         return out
     rows = next(n for n in _PROMPT_ROWS if total % n == 0)
+    if settings.determinism.fixed_sizes:
+        rows = _PROMPT_ROWS[-1]  # which divides every bucket
 
     def one_chunk(index: jax.Array, out: jax.Array) -> jax.Array:
         wanted = lax.dynamic_slice_in_dim(targets, index * rows, rows)

@@ -20,6 +20,7 @@ from flax import nnx
 from jax import lax
 
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.order import order_in_force
 from jaxpaged.models.parallel import all_sum
 from jaxpaged.models.rope import apply_rope
 from jaxpaged.models.sources import GroupedQKV, Interleaved, ParamSource, Tensor, whole
@@ -60,9 +61,14 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     The product is taken with the weight as a matrix. Given more axes, XLA:CPU transposes the whole
     weight in every call, and gives a token other bits with more than 32 beside it than with fewer.
     """
+    matrix = weight.reshape(-1, weight.shape[-1])
+    order = order_in_force()
+    if order is not None:
+        fixed = order.product(x.astype(weight.dtype)[:, None], matrix[None])
+        return fixed.reshape(x.shape[0], *weight.shape[:-1])
     product = lax.dot_general(
         x.astype(weight.dtype),
-        weight.reshape(-1, weight.shape[-1]),
+        matrix,
         (((1,), (1,)), ((), ())),
         # float32 weights mean float32 products: TF32 would lose 13 bits on GPUs.
         precision="highest" if weight.dtype == jnp.float32 else None,
@@ -75,6 +81,9 @@ def mean(x: jax.Array) -> jax.Array:
     """f32 [T, E] -> [T, 1], as a matmul with ones: XLA:CPU sums `reduce` in an order that depends
     on T, and a token's bits must not depend on what it is batched with.
     """
+    order = order_in_force()
+    if order is not None:
+        return order.row_sums(x) / x.shape[-1]
     ones = jnp.ones((8, x.shape[-1]), jnp.float32)
     return matmul(x, ones)[:, :1] / x.shape[-1]
 

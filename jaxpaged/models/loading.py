@@ -44,14 +44,24 @@ def load_parameters(
     Raises `ModelLoadError` naming the tensors that are missing, left over, of another shape, or not
     floats.
     """
+    sources = checked_sources(reader, model, config)
+    params: dict[str, jax.Array] = {}
+    for path, abstract in shapes.items():
+        params[path] = load_parameter(reader, sources[path], abstract, mesh)
+        progress(params[path].nbytes)
+    return params
+
+
+def checked_sources(
+    reader: TensorReader, model: type[CausalLM], config: ModelConfig
+) -> dict[str, ParamSource]:
+    """Parameter path -> its source in this checkpoint. Raises `ModelLoadError` as
+    `load_parameters`; only what cannot be read is found later.
+    """
     names = set(reader.names())
     sources = {path: source.among(names) for path, source in model.sources(config).items()}
     check_tensors(reader, model, config, sources)
-    params: dict[str, jax.Array] = {}
-    for path, abstract in shapes.items():
-        params[path] = _load(reader, sources[path], abstract, mesh)
-        progress(params[path].nbytes)
-    return params
+    return sources
 
 
 def settle_tying(reader: TensorReader, model: type[CausalLM], config: ModelConfig) -> ModelConfig:
@@ -83,9 +93,11 @@ def settle_tying(reader: TensorReader, model: type[CausalLM], config: ModelConfi
     return untied
 
 
-def _load(
+def load_parameter(
     reader: TensorReader, source: ParamSource, abstract: jax.ShapeDtypeStruct, mesh: Mesh
 ) -> jax.Array:
+    """Each device's slice of one parameter, read from the checkpoint."""
+
     def slice_of(index: Index | None) -> npt.NDArray[np.generic]:
         return source.read(reader.read_slice, abstract.shape, index or (), abstract.dtype)
 
@@ -159,6 +171,11 @@ def _check_tensor(reader: TensorReader, name: str, shape: tuple[int, ...]) -> No
         raise ModelLoadError(
             f"Tensor {name!r} has shape {reader.shape(name)}, the config asks for {shape}."
         )
+    check_is_float(reader, name)
+
+
+def check_is_float(reader: TensorReader, name: str) -> None:
+    """Raises `ModelLoadError` for integers, and for floats of 8 bits, whose scales are missing."""
     kind = reader.dtype_name(name)
     if _NOT_FLOAT.match(kind.lower()):
         raise ModelLoadError(

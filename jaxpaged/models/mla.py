@@ -23,6 +23,7 @@ from jax import lax
 
 from jaxpaged.models.config import KVShape, ModelConfig
 from jaxpaged.models.layers import Attend, LayerKV, RMSNorm, matmul, param
+from jaxpaged.models.order import order_in_force
 from jaxpaged.models.parallel import all_sum
 from jaxpaged.models.rope import apply_rope, yarn_mscale
 from jaxpaged.models.sources import HostArray, Index, ParamSource, ReadSlice, Tensor, whole
@@ -72,6 +73,9 @@ def head_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     """
     if weight.shape[0] == 1:  # one matrix product, which XLA:CPU splits by the rows otherwise
         return matmul(x[:, 0], weight[0])[:, None]
+    order = order_in_force()
+    if order is not None:
+        return order.product(x.astype(weight.dtype), weight)
     product = lax.dot_general(
         x.astype(weight.dtype),
         weight,

@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import ACTIVATIONS, matmul, mean, param
+from jaxpaged.models.order import order_in_force
 from jaxpaged.models.parallel import first_of_mine
 from jaxpaged.models.sources import GatesThenUps, Interleaved, ParamSource, Stacked, Tensor, whole
 
@@ -27,6 +28,8 @@ _DOWN_AXES = ("experts", "embed", None)
 _SMALL_TILE, _TILE = 8, 32
 """Pairs multiplied at a time on CPU, where experts have few of them and where they have many."""
 _FEW = 16
+_FIXED_TILE = 128
+"""The same where a fixed order is in force: the rows that its products take at a time."""
 
 _Activation = Callable[[jax.Array], jax.Array]
 _Grouped = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -82,7 +85,7 @@ class Experts(nnx.Module):
             gate_up,
             down,
             cpu=_by_tiles(act),
-            default=_by_ragged_dot(act),
+            default=_by_ragged_dot(act) if order_in_force() is None else _by_tiles(act),
         )
         places = lax.iota(jnp.int32, order.size)
         place = jnp.zeros_like(order).at[order].set(places, unique_indices=True)
@@ -169,6 +172,8 @@ def _by_tiles(act: _Activation) -> _Grouped:
     ) -> jax.Array:
         pairs = token.size
         tile = _SMALL_TILE if pairs <= _FEW * sizes.size else _TILE
+        if order_in_force() is not None:
+            tile = _FIXED_TILE
         token, weights = jnp.pad(token, (0, tile)), jnp.pad(weights, (0, tile))
         starts = jnp.cumsum(sizes) - sizes
         hit = jnp.argsort(sizes == 0, stable=True)  # experts that have pairs come first

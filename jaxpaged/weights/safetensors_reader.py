@@ -52,13 +52,17 @@ class _Entry:
 
 
 class SafetensorsReader:
-    """A `TensorReader` over a folder. Float types only are read; others are refused by name."""
+    """A `TensorReader` over a folder, or over one file of it. Float types only are read; others are
+    refused by name.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Raises `ModelLoadError` for missing, truncated, contradictory or escaping files."""
         self._folder = folder
         index = folder / INDEX_NAME
-        if index.exists():
+        if folder.is_file():
+            self._entries = _merge(folder.parent, [folder])
+        elif index.exists():
             self._entries = _indexed(folder, index)
         else:
             self._entries = _unindexed(folder)

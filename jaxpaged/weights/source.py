@@ -85,6 +85,37 @@ def resolve_source(
     return source
 
 
+def weights_at(path: Path) -> ModelSource:
+    """Weights alone, as training leaves them: a .safetensors or .gguf file, a folder with such
+    files, or an Orbax checkpoint. No config.json is needed, and none is read.
+
+    Raises `ModelLoadError` if there is nothing of the kind.
+    """
+    gguf = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+    checkpoint = _orbax_in(path, path, "auto") if path.is_dir() else None
+    if checkpoint is not None:
+        kind = "orbax"
+    elif path.suffix == ".safetensors" or any(path.glob("*.safetensors*")):
+        kind = "hf"
+    elif len(gguf) == 1:
+        kind = "gguf"
+    else:
+        state = "holds no weights" if path.is_dir() else "is no file or folder with weights"
+        raise ModelLoadError(
+            f"{path} {state}: give a .safetensors or .gguf file, a folder with .safetensors files, "
+            "or an Orbax checkpoint."
+        )
+    return ModelSource(
+        name=str(path),
+        kind=kind,
+        path=gguf[0] if kind == "gguf" else path,
+        hf_config={},
+        generation_config={},
+        gguf=GGUFFile.open(gguf[0]) if kind == "gguf" else None,
+        checkpoint=checkpoint,
+    )
+
+
 def locate(name: str, *, revision: str | None, patterns: list[str], setting: str) -> Path:
     """An existing path as it is, else a downloaded hub id; `setting` names the option in errors."""
     path = Path(name).expanduser()
@@ -189,7 +220,7 @@ def _folder_source(folder: Path, config: EngineConfig) -> ModelSource:
         logger.warning("%s: config.json contradicts itself: %s; dtype counts.", folder, types)
     checkpoint = None
     if config.load_format in ("auto", "orbax"):
-        checkpoint = _orbax_in(given, folder, config)
+        checkpoint = _orbax_in(given, folder, config.load_format)
     kind = "dummy" if config.load_format == "dummy" else "hf" if checkpoint is None else "orbax"
     has_generation = (folder / "generation_config.json").exists()
     return ModelSource(
@@ -228,13 +259,13 @@ def _is_orbax(folder: Path) -> bool:
     return any((folder / mark).exists() for mark in _ORBAX_MARKS)
 
 
-def _orbax_in(given: Path, folder: Path, config: EngineConfig) -> Path | None:
+def _orbax_in(given: Path, folder: Path, load_format: str) -> Path | None:
     """The one Orbax checkpoint of a model's folder, at most two levels down; safetensors win
     unless load_format says otherwise.
 
     Savers that put several items together make a level of their own: step/default, name/params.
     """
-    wanted = config.load_format == "orbax"
+    wanted = load_format == "orbax"
     if not wanted and any(folder.glob("*.safetensors*")):
         return None
     if _is_orbax(given):

@@ -86,7 +86,14 @@ class Limits:
 
 
 def open_engine(
-    ctx: Context, shape: ModelShape, limits: Limits, backend: str, *, utilization: float
+    ctx: Context,
+    shape: ModelShape,
+    limits: Limits,
+    backend: str,
+    *,
+    utilization: float,
+    deterministic: bool | None = None,
+    enable_prefix_caching: bool = False,
 ) -> Any:
     """An `LLM` of that shape, its programs compiled and warm. Times are recorded."""
     from jaxpaged import LLM
@@ -111,7 +118,8 @@ def open_engine(
             prefill_buckets=(limits.prefill_tokens,),
             num_gpu_blocks_override=limits.blocks,
             gpu_memory_utilization=utilization,
-            enable_prefix_caching=False,
+            deterministic=deterministic,
+            enable_prefix_caching=enable_prefix_caching,
             generation_config="none",
             enforce_eager=True,  # warmed up below
             disable_progress=True,
@@ -132,6 +140,7 @@ def open_engine(
         programs=len(runner.buckets.shapes),
         blocks=runner.num_blocks,
         backend=backend,
+        deterministic=runner.deterministic,
         memory=runner.memory_bytes(),
     )
     return llm

@@ -39,6 +39,7 @@ SECTIONS = (
     _kernels("write", 20, 8, "more_kernels"),
     Section("step_reference", "whole_step", 40, 30, "step_reference"),
     Section("step_plain", "whole_step", 40, 30, "step_plain", _PLAIN_LAUNCHES),
+    Section("deterministic", "deterministic", 150, 40, "deterministic"),
     _kernels("ablations", 90, 15, "variants"),
     _kernels("tune", 120, 30, "variants"),
 )

@@ -44,7 +44,7 @@ def run(ctx: Context) -> None:
 
 def serve(ctx: Context, llm: Any, shape: ModelShape) -> None:
     """Each workload, once for its first tokens alone and once in full."""
-    _generate(llm, shape, Workload(2, 16, 4), 0)
+    generate(llm, shape, Workload(2, 16, 4), 0)
     for number, work in enumerate(DRY_WORKLOADS if ctx.dry else WORKLOADS):
         name = f"serve {shape.name} {work.name}"
         if ctx.late(0.0 if ctx.dry else 4.0):
@@ -61,10 +61,10 @@ def _serve_one(
 ) -> None:
     from jaxpaged.metrics import EngineMetrics
 
-    first = _generate(llm, shape, Workload(work.requests, work.prompt, 1), 10 * number + 1)
+    first = generate(llm, shape, Workload(work.requests, work.prompt, 1), 10 * number + 1)
     before = llm.stats()
     metrics = llm.engine.metrics = EngineMetrics()
-    seconds = _generate(llm, shape, work, 10 * number + 2)
+    seconds = generate(llm, shape, work, 10 * number + 2)
     llm.engine.metrics = None
     after = llm.stats()
     decode = max(seconds - first, 1e-9)
@@ -87,7 +87,7 @@ def _serve_one(
     )
 
 
-def _generate(llm: Any, shape: ModelShape, work: Workload, seed: int) -> float:
+def generate(llm: Any, shape: ModelShape, work: Workload, seed: int) -> float:
     """Seconds."""
     from jaxpaged import SamplingParams
 

@@ -30,6 +30,7 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[Line]]]:
         ("Decode attention", _decode(_of(good, "decode"))),
         ("Whole decode step", _steps(good)),
         ("Serving", _serving(good)),
+        ("Deterministic", _deterministic(_of(rows, "deterministic"))),
         ("Prefill attention", _prefill(_of(good, "prefill"))),
         ("Writing", _writing(_of(good, "write"))),
         ("Ablations (time over the engine's own choice)", _ablations(_of(good, "ablations"))),
@@ -144,6 +145,28 @@ def _serving(rows: Iterable[dict[str, Any]]) -> list[Line]:
     return lines
 
 
+def _deterministic(rows: Iterable[dict[str, Any]]) -> list[Line]:
+    lines = []
+    for row in rows:
+        if "same_bits" in row:
+            value = (
+                f"{row['same_bits']} of {row['requests']} to the last bit, "
+                f"{row['same_tokens']} in their tokens"
+            )
+            if row["same_bits"] < row["requests"]:
+                value += f"; logprobs differ by {_number(row['logprob_error'])}"
+            all_same = row["same_bits"] == row["requests"]
+            target, met = ("all", all_same) if row["deterministic"] else ("", None)
+            lines.append(Line(row["name"], value, target, met))
+        elif "cost" in row:
+            value = (
+                f"{100 * row['cost']:.1f} %: {row['tokens_per_s']:.0f} tok/s, without it "
+                f"{row['tokens_per_s_without']:.0f} ({row['work']})"
+            )
+            lines.append(Line(row["name"], value, "<= 15 %", row["cost"] <= 0.15))
+    return lines
+
+
 def _prefill(rows: Iterable[dict[str, Any]]) -> list[Line]:
     lines = []
     for row in rows:
@@ -232,12 +255,14 @@ def _met(line: Line, *, dry: bool) -> str:
 
 
 def exit_status(rows: Iterable[dict[str, Any]]) -> int:
-    """1 if a kernel was wrong or failed where it should have worked, 2 if there was no device."""
+    """1 if a kernel was wrong or failed where it should have worked, or bits depended on what they
+    must not depend on; 2 if there was no device.
+    """
     listed = list(rows)
     if any(row["section"] == "run" and row["name"] == "device" for row in listed):
         return 2
-    bad = ("wrong", "error")
-    return int(any(r["section"] == "correctness" and r["status"] in bad for r in listed))
+    bad = {"correctness": ("wrong", "error"), "deterministic": ("wrong",)}
+    return int(any(row["status"] in bad.get(row["section"], ()) for row in listed))
 
 
 def summarise(folder: Path, *, dry: bool) -> tuple[str, int]:

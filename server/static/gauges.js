@@ -35,8 +35,8 @@ export class Gauges {
     setText(byId("gauge-hits"), queries > 0 ? percent(hits / queries) : "–");
     byId("gauge-hits").title = `${count(hits)} of ${count(queries)} prompt tokens looked up`;
     setText(byId("gauge-preemptions"), count(counters.preemptions ?? 0));
-    byId("tile-copies").hidden = counters.copies === undefined;
-    setText(byId("gauge-copies"), count(counters.copies ?? 0));
+    setText(byId("gauge-copies"), count(counters.copied_blocks ?? 0));
+    byId("gauge-copies").title = `${plural(counters.forks ?? 0, "sequence")} began as a fork`;
     this.showRate();
     for (const entry of document.querySelectorAll("#legend [data-state]")) {
       const { state } = /** @type {HTMLElement} */ (entry).dataset;

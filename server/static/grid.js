@@ -111,7 +111,7 @@ export class BlockGrid {
    * Draw attention to blocks for a moment.
    *
    * @param {Iterable<number>} blocks
-   * @param {"hit" | "evicted"} kind
+   * @param {"hit" | "evicted" | "source" | "copy"} kind
    */
   flash(blocks, kind) {
     const since = performance.now();
@@ -260,11 +260,15 @@ export class BlockGrid {
         continue;
       }
       pen.globalAlpha = still ? 1 : 1 - age;
-      pen.strokeStyle = kind === "hit" ? this.#colours.flash : this.#colours.ink;
+      pen.strokeStyle = this.#colours[kind === "evicted" ? "ink" : "flash"];
       pen.lineWidth = this.#pitch >= 8 ? 2.5 : 1.5;
-      this.#outline(pen, block, still || kind !== "hit" ? 1 : 1 + age * this.#pitch * 0.4);
+      pen.setLineDash(kind === "source" || kind === "copy" ? [3, 2] : []);
+      // Out of a block that was taken over as it is; into one that has just got its content.
+      const away = kind === "hit" ? age : kind === "copy" ? 1 - age : 0;
+      this.#outline(pen, block, still ? 1 : 1 + away * this.#pitch * 0.4);
     }
     pen.globalAlpha = 1;
+    pen.setLineDash([]);
     if (this.#flashes.size === 0) return;
     // Without motion it is enough to look again when they have to go.
     if (still) setTimeout(() => this.#drawOver(), FLASH_MS);

@@ -24,17 +24,18 @@ export class Happenings {
    * @param {import("./pool.js").Effect} effect
    * @param {Record<string, number>} counters
    */
-  tell({ hits, evicted, admitted, preempted, left }, counters) {
+  tell({ hits, evicted, copies, admitted, preempted, left }, counters) {
     const before = this.#counters;
     this.#counters = counters;
     const more = (/** @type {string} */ name) => {
       const now = counters[name] ?? 0;
       return now - (before?.[name] ?? now);
     };
-    for (const request of admitted) {
+    for (const [request, ...others] of together(admitted)) {
       const { prompt, cached } = request;
       const found = `${plural(prompt, "prompt token")}, ${cached || "none"} of them cached`;
-      this.#add("in", `${nameOf(request)} was let in: ${found}.`);
+      const shared = others.length > 0 ? `; ${others.length + 1} sequences share them` : "";
+      this.#add("in", `${nameOf(request)} was let in: ${found}${shared}.`);
     }
     const reused = more("prefix_hit_tokens");
     if (hits.length > 0) this.#add("hit", `Prefix hit: ${inWords(hits)} used again.`);
@@ -49,8 +50,8 @@ export class Happenings {
     for (const request of left) {
       this.#add("out", `${nameOf(request)} has left, with ${plural(request.tokens, "token")}.`);
     }
-    const copies = more("copies");
-    if (copies > 0) this.#add("copy", `${plural(copies, "block")} copied on write.`);
+    const copied = more("copied_blocks");
+    if (copied > 0) this.#add("copy", `Copied on write: ${copiesInWords(copies, copied)}.`);
   }
 
   /**
@@ -77,6 +78,33 @@ export class Happenings {
     byId("events-none").hidden = true;
     return line;
   }
+}
+
+/**
+ * Samples of one prompt, or beams of a search: they are let in together.
+ *
+ * @param {import("./pool.js").Request[]} requests
+ * @returns {import("./pool.js").Request[][]}
+ */
+function together(requests) {
+  /** @type {Map<string, import("./pool.js").Request[]>} */
+  const groups = new Map();
+  for (const request of requests) {
+    const name = `${request.place} ${request.id}`;
+    groups.set(name, [...(groups.get(name) ?? []), request]);
+  }
+  return [...groups.values()];
+}
+
+/**
+ * @param {[number, number][]} copies  the last of them
+ * @param {number} count
+ */
+function copiesInWords(copies, count) {
+  const named = copies.slice(-MOST_NAMED).map(([from, to]) => `${from} to ${to}`);
+  if (count === 1 && named.length === 1) return `block ${named[0]}`;
+  const more = count > named.length ? ", …" : "";
+  return `${plural(count, "block")} (${named.join(", ")}${more})`;
 }
 
 /** @param {number[]} blocks */

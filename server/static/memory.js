@@ -152,6 +152,10 @@ export class MemoryView {
     else this.#grid.drawSome(effect.blocks);
     if (effect.hits.length > 0) this.#grid.flash(effect.hits, "hit");
     if (effect.evicted.length > 0) this.#grid.flash(effect.evicted, "evicted");
+    if (effect.copies.length > 0) {
+      this.#grid.flash(effect.copies.map(([from]) => from), "source");
+      this.#grid.flash(effect.copies.map(([, to]) => to), "copy");
+    }
     this.#timeline.add(this.#pool);
     this.#timeline.draw();
     this.#happenings.tell(effect, this.#pool.counters);

@@ -20,6 +20,7 @@
  * @property {number[] | null} blocks  whose look may have changed; null: all
  * @property {number[]} hits  taken over as they were
  * @property {number[]} evicted  cached ones given out for something else
+ * @property {[number, number][]} copies  made before a write: from which block to which
  * @property {Request[]} admitted  they run now
  * @property {Request[]} preempted  they gave their blocks back and wait
  * @property {Request[]} left  they have ended, or wait too far back to be listed
@@ -61,7 +62,8 @@ export class Pool {
     this.shared = new Map(numbered(told.shared));
     this.requests = new Map(told.requests.map((/** @type {Request} */ r) => [r.key, r]));
     const left = [...before.values()].filter(({ key }) => !this.requests.has(key));
-    return { blocks: null, hits: [], evicted: [], admitted: [], preempted: [], left };
+    const nothing = { hits: [], evicted: [], copies: [], admitted: [], preempted: [] };
+    return { blocks: null, ...nothing, left };
   }
 
   /**
@@ -84,8 +86,8 @@ export class Pool {
       this.shared.set(block, holders);
       blocks.add(block);
     }
-    const { hits, evicted } = told;
-    return { blocks: [...blocks], hits, evicted, ...this.#changeRequests(told.requests) };
+    const { hits, evicted, copies } = told;
+    return { blocks: [...blocks], hits, evicted, copies, ...this.#changeRequests(told.requests) };
   }
 
   get usable() {

@@ -113,7 +113,7 @@ def test_any_rest_after_a_hit_is_a_proper_chunk(extra: int) -> None:
     sim.run()
     request = sim.add(make_request("again", prompt(16 + extra)))
     sim.run()
-    assert request.num_cached_tokens == (15 + extra) // 4 * 4 if extra < 1 else 16
+    assert request.num_cached_tokens == (16 if extra else 15)
     sim.assert_outputs()
 
 

@@ -33,7 +33,7 @@ def assert_agrees(sim: Sim) -> PoolSnapshot:
     assert snapshot.num_blocks == pool.num_blocks == len(snapshot.states)
     holders = Counter(b for r in scheduler.running for t in r.tables for b in t if b)
     for block, letter in enumerate(snapshot.states):
-        cached = pool.block_hash(block) is not None
+        cached = pool.copy_hashes()[block] is not None
         expected = (
             "0" if block == 0 else "fc"[cached] if not holders[block] else "hs"[holders[block] > 1]
         )
@@ -99,13 +99,13 @@ def test_a_hit_is_told_from_a_block_given_out_anew() -> None:
     sim.add(make_request("first", range(9), max_tokens=2))
     sim.run()
     idle = take_snapshot(sim.scheduler)
-    assert idle.states == "0ccfffff"
+    assert idle.states == "0cccffff"  # the last one by the end of the prompt that it begins with
     sim.add(make_request("again", range(9), max_tokens=12))
     sim.turn()
     hit = take_snapshot(sim.scheduler)
     changed = hit.changed_since(idle)
-    assert changed == [1, 2, 3]
-    assert hit.hits_since(idle, changed) == [1, 2]
+    assert changed == [1, 2, 4]
+    assert hit.hits_since(idle) == [1, 2]
     assert hit.evicted_since(idle, changed) == []
     sim.run()
     # Other tokens, and more of them than there are blocks that cache nothing.
@@ -114,7 +114,7 @@ def test_a_hit_is_told_from_a_block_given_out_anew() -> None:
     sim.turn()
     evicted = take_snapshot(sim.scheduler)
     changed = evicted.changed_since(idle)
-    assert evicted.hits_since(idle, changed) == []
+    assert evicted.hits_since(idle) == []
     lost = evicted.evicted_since(idle, changed)
     assert lost and all(idle.states[b] == "c" for b in lost)
     assert lost == [b for b in changed if idle.states[b] == "c"]
@@ -128,21 +128,97 @@ def test_hits_within_one_step_are_hits_too() -> None:
     sim.turn()
     after = take_snapshot(sim.scheduler)
     assert after.states == "0sshh" + 15 * "f"  # written and shared in the same step
-    assert after.hits_since(before, after.changed_since(before)) == [1, 2]
+    assert after.hits_since(before) == [1, 2]
     sim.turn()
     later = take_snapshot(sim.scheduler)
-    assert later.hits_since(after, later.changed_since(after)) == []
+    assert later.hits_since(after) == []
 
 
-def test_a_third_holder_is_a_change_and_a_hit() -> None:
-    name = b"n" * 32
-    before = snapshot_of([0, 2, 1], [None, name, None])
-    after = snapshot_of([0, 3, 1], [None, name, None])
-    assert before.states == after.states == "0sh"
-    assert after.changed_since(before) == [1]
-    assert after.hits_since(before, [1]) == [1]
-    assert before.hits_since(after, [1]) == []
-    assert after.shared == {1: 3}
+def test_a_third_holder_is_a_change_and_may_be_a_hit() -> None:
+    sim = Sim(make_config(num_blocks=20, block_size=4))
+    for name in "ab":
+        sim.add(make_request(name, range(9), max_tokens=9))
+    sim.turn()
+    before = take_snapshot(sim.scheduler)
+    sim.add(make_request("c", range(6), max_tokens=9))
+    sim.turn()
+    after = take_snapshot(sim.scheduler)
+    assert before.states[1] == after.states[1] == "s"
+    assert 1 in after.changed_since(before)
+    assert (before.shared, after.shared) == ({1: 2, 2: 2}, {1: 3, 2: 2})
+    assert after.hits_since(before) == [1]
+    assert before.hits_since(after) == []
+
+
+@pytest.mark.parametrize("num_tokens", [8, 10])
+def test_a_fork_is_no_hit(num_tokens: int) -> None:
+    sim = Sim(make_config(num_blocks=30, block_size=4))
+    before = take_snapshot(sim.scheduler)
+    sim.add_group([make_request(f"{i}_a", range(num_tokens), max_tokens=9) for i in range(3)])
+    sim.turn()
+    forked = take_snapshot(sim.scheduler)
+    assert forked.shared.keys() >= {1, 2} and set(forked.shared.values()) == {3}
+    assert forked.hits_since(before) == [] == forked.copies_since(before)
+    sim.turn()
+    parted = take_snapshot(sim.scheduler)
+    copies = parted.copies_since(forked)
+    # All but the last writer of the block that the prompt does not fill get a copy of it.
+    assert [source for source, _ in copies] == ([3, 3] if num_tokens == 10 else [])
+    assert [parted.states[block] for _, block in copies] == ["h"] * len(copies)
+    assert parted.copied_blocks == len(copies) == sim.scheduler.stats.copied_blocks
+    assert parted.hits_since(forked) == [] == forked.copies_since(forked)
+
+
+def test_forks_of_a_prompt_that_is_cached_in_part() -> None:
+    sim = Sim(make_config(num_blocks=30, block_size=4))
+    sim.add(make_request("first", range(9), max_tokens=2))
+    sim.run()
+    before = take_snapshot(sim.scheduler)
+    tokens = [*range(8), *range(50, 56)]
+    sim.add_group([make_request(f"{i}_a", tokens, max_tokens=9) for i in range(3)])
+    sim.turn()
+    after = take_snapshot(sim.scheduler)
+    assert len(after.shared) == 4
+    assert after.hits_since(before) == [1, 2]
+
+
+@pytest.mark.parametrize("num_tokens", [8, 10, 11])
+def test_of_a_prompt_that_is_all_cached_the_last_block_is_a_copy(num_tokens: int) -> None:
+    sim = Sim(make_config(num_blocks=20, block_size=4))
+    sim.add(make_request("first", range(num_tokens), max_tokens=2))
+    sim.run()
+    before = take_snapshot(sim.scheduler)
+    sim.add(make_request("again", range(num_tokens), max_tokens=9))
+    sim.turn()
+    after = take_snapshot(sim.scheduler)
+    [again] = after.running
+    assert again.num_cached_tokens == again.num_hit_tokens == num_tokens - 1
+    shared = (num_tokens - 1) // 4
+    assert after.hits_since(before) == list(range(1, shared + 1))
+    assert after.copies_since(before) == [(shared + 1, again.tables[0][-1])]
+    assert after.states[shared + 1] == "c", "the source stays where it is, for the next one"
+
+
+def test_what_a_resumed_request_finds_again_is_a_hit() -> None:
+    sim = Sim(make_config(num_blocks=20, block_size=4))
+    sim.add(make_request("a", range(9), max_tokens=9))
+    sim.turn()
+    before = take_snapshot(sim.scheduler)
+    request = next(sim.scheduler.running)
+    sim.scheduler._preempt(request)
+    while not sim.scheduler.num_running:  # once the token in flight has come
+        sim.turn()
+    after = take_snapshot(sim.scheduler)
+    [again] = after.running
+    assert (again.num_preemptions, again.num_cached_tokens, again.num_hit_tokens) == (1, 0, 8)
+    assert after.hits_since(before) == [1, 2]
+
+
+def test_of_very_many_copies_the_last_are_told() -> None:
+    before = snapshot_of([0, 1], copied_blocks=1, recent_copies=((1, 2),))
+    after = snapshot_of([0, 1], copied_blocks=9, recent_copies=((3, 4), (5, 6)))
+    assert after.copies_since(before) == [(3, 4), (5, 6)]
+    assert before.copies_since(before) == []
 
 
 def test_more_holders_than_a_byte_counts() -> None:

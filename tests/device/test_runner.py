@@ -36,10 +36,11 @@ def warm_runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     steps: list[tuple[int, int, str]] = []
     runner.warm_up(lambda done, total, program: steps.append((done, total, program)))
     assert steps == [
-        (0, 3, "decode[8]"),
-        (1, 3, "prefill[64]"),
-        (2, 3, "admit"),
-        (3, 3, "ready"),
+        (0, 4, "decode[8]"),
+        (1, 4, "prefill[64]"),
+        (2, 4, "copy[8]"),
+        (3, 4, "admit"),
+        (4, 4, "ready"),
     ]
     assert [record.program for record in runner.ledger.records] == [s[2] for s in steps[:-1]]
     assert all(not pool.any() for pool in pools_of(runner)), "warming up wrote into the pool"
@@ -192,13 +193,13 @@ class _Unreadable:
 
 
 def test_one_small_copy_a_step(runner: Runner) -> None:
-    """Without prompt logprobs only the samples cross over, as one array."""
+    """Without prompt logprobs and beams only the samples cross over, as one array."""
     sequence = Sequence(runner, 0, PROMPT, [1, 2, 3, 4, 5, 6])
     sequence.admit()
     packed = runner.pack(*map(list, zip(sequence.row(0, 21), strict=True)))
     launched = runner.launch(packed, wants_prompt=False)
     assert launched.output.samples.shape == (8, 4 + 2 * 5)
-    unread = StepOutput(launched.output.samples, _Unreadable())  # type: ignore[arg-type]
+    unread = StepOutput(launched.output.samples, _Unreadable(), _Unreadable())  # type: ignore[arg-type]
     result = runner.read(dataclasses.replace(launched, output=unread))
     assert result.prompt is None
     with pytest.raises(AssertionError, match="copied"):

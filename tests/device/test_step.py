@@ -68,12 +68,12 @@ def test_the_state_is_updated_in_place(programs: tuple[str, list[Any]]) -> None:
         assert program.memory_analysis().alias_size_in_bytes >= 2 * LAYERS * pool_bytes
 
 
-def test_a_step_returns_two_arrays_beside_the_state(programs: tuple[str, list[Any]]) -> None:
+def test_a_step_returns_three_arrays_beside_the_state(programs: tuple[str, list[Any]]) -> None:
     for program, prompt_tokens in zip(programs[1], (0, 64), strict=True):
         state, output = program.out_info
         assert len(jax.tree.leaves(state)) == STATE_LEAVES
         shapes = [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(output)]
-        assert shapes == [((8, 14), "int32"), ((prompt_tokens, 14), "int32")]
+        assert shapes == [((8, 14), "int32"), ((prompt_tokens, 14), "int32"), ((8, 2 * 2), "int32")]
 
 
 def test_a_layer_is_traced_once_a_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,40 @@ def tokens(
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def updated(
+    folders: list[str], size: int, prompts: list[list[int]], count: int
+) -> dict[str, Any]:
+    """Greedy tokens with the first checkpoint's weights, and after swaps to the second's: from its
+    folder, its tensors, a trainer's module, and after a sleep in host memory.
+    """
+    import numpy as np
+
+    from jaxpaged import SamplingParams
+    from jaxpaged.training import parameters
+    from tests.e2e.support import small_llm
+
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    with small_llm(folders[0], tensor_parallel_size=size) as llm:
+
+        def tokens() -> list[list[int]]:
+            return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+
+        found: dict[str, Any] = {"before": tokens(), "after": []}
+        llm.update_weights(folders[1])
+        found["after"].append(tokens())
+        module, tensors = llm.flax_model(), llm.checkpoint_tensors()
+        host = {path: np.asarray(value) for path, value in parameters(module).items()}
+        for source in (tensors, module, host):
+            llm.update_weights(folders[0])
+            llm.update_weights(source)
+            if source is host:
+                llm.sleep(weights=True)
+                llm.wake()
+            found["after"].append(tokens())
+        found["compiles_after_warmup"] = llm.stats().compiles_after_warmup
+    return found
+
+
 def everything(folder: str, size: int, **settings: Any) -> dict[str, Any]:
     """Every sampling parameter at once, on a pool that is too small, twice (the second time from
     the prefix cache); and the collectives of the programs.

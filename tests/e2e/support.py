@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.core.plan import ScheduledStep
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine import Engine
@@ -59,6 +63,18 @@ def engine_over(llm: LLM, *, async_scheduling: bool = True, **limits: Any) -> En
     )
 
 
+def live_bytes() -> int:
+    """Of all arrays on the (one) device; a buffer with several handles counts once."""
+    gc.collect()
+    buffers = {
+        shard.data.unsafe_buffer_pointer(): shard.data.nbytes
+        for array in jax.live_arrays()
+        if not array.is_deleted()
+        for shard in array.addressable_shards
+    }
+    return sum(buffers.values())
+
+
 # ------------------------------------------------------------------ results
 
 
@@ -73,6 +89,7 @@ class Result:
     cumulative_logprob: float | None
     logprobs: tuple[Any, ...] | None
     prompt_logprobs: tuple[Any, ...] | None
+    score: float | None = None
 
 
 def results(output: RequestOutput) -> list[Result]:
@@ -88,6 +105,7 @@ def results(output: RequestOutput) -> list[Result]:
             done.cumulative_logprob,
             None if done.logprobs is None else frozen(done.logprobs),
             prompt,
+            done.score,
         )
         for done in output.outputs
     ]
@@ -111,6 +129,10 @@ class Watch:
     preemptions: int = 0
     resumed_chunks: int = 0
     """Rows that compute a part of what a preemption lost, and draw nothing yet."""
+    copies: int = 0
+    """Blocks copied."""
+    first_draws: int = 0
+    """Rows that draw the first token of a sample from the logits of another one's row."""
     steps: list[tuple[int, int, int]] = field(default_factory=list)
     """Per step: tokens computed, tokens drawn, prompt chunks that end before their prompt."""
 
@@ -127,6 +149,8 @@ def watched(engine: Engine) -> Iterator[Watch]:
         if step is not None:
             check_step(step, scheduler.config.max_num_batched_tokens)
             watch.preemptions += len(step.preempted)
+            watch.copies += len(step.copies)
+            watch.first_draws += sum(row.source >= 0 for row in step.rows)
             unfinished = [row for row in step.rows if not row.samples]
             watch.resumed_chunks += sum(r.request.num_output_tokens > 0 for r in unfinished)
             watch.steps.append((step.num_tokens, len(step.rows) - len(unfinished), len(unfinished)))
@@ -148,15 +172,20 @@ def check_step(step: ScheduledStep, budget: int) -> None:
         # The row's own draw is counted as in flight by now.
         known = request.num_tokens_with_inflight - row.samples
         end = row.start + row.num_tokens
-        assert row.num_tokens >= 1
+        assert row.num_tokens >= 1 or row.source >= 0, (
+            "nothing to compute, and nothing to draw from"
+        )
         assert end <= known
         assert row.samples == (end == known and not request.only_scores)
+
+
+Params = SamplingParams | BeamSearchParams
 
 
 def run(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    params: SamplingParams | Sequence[SamplingParams],
+    params: Params | Sequence[Params],
     *,
     order: Sequence[int] | None = None,
     gaps: Sequence[int] | None = None,
@@ -166,7 +195,7 @@ def run(
     They arrive in `order`, the i-th to arrive after `gaps[i]` more steps of the engine.
     """
     count = len(prompts)
-    given = [params] * count if isinstance(params, SamplingParams) else list(params)
+    given = [params] * count if isinstance(params, Params) else list(params)
     done: dict[str, list[Result]] = {}
 
     def step() -> None:
@@ -187,10 +216,10 @@ def run(
 def run_alone(
     llm: LLM,
     prompts: Sequence[Sequence[int]],
-    params: SamplingParams | Sequence[SamplingParams],
+    params: Params | Sequence[Params],
 ) -> list[list[Result]]:
     """Each request by itself on an empty cache: what all other ways are compared with."""
-    given = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    given = [params] * len(prompts) if isinstance(params, Params) else params
     found = []
     for prompt, one in zip(prompts, given, strict=True):
         assert llm.reset_prefix_cache()

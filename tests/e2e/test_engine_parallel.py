@@ -44,22 +44,25 @@ def test_greedy_samples_are_equal() -> None:
     assert [c.token_ids for c in output.outputs] == [greedy_tokens(tuple(PROMPT))] * 3
 
 
-def test_samples_share_the_blocks_of_the_prompt() -> None:
-    """Of 20 tokens 4 full blocks are shared; the last token is computed by each sample."""
-    engine = fresh_engine()
-    engine.add_request("one", PROMPT, dataclasses.replace(SAMPLED, n=4, max_tokens=2))
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("tokens", "copies"), [(20, 0), (18, 3)])
+def test_samples_share_the_blocks_of_the_prompt(tokens: int, copies: int, caching: bool) -> None:
+    """It is computed once. Its last block, if not full, is copied by all but the last that writes
+    to it.
+    """
+    engine = fresh_engine(enable_prefix_caching=caching)
+    engine.add_request("one", PROMPT[:tokens], dataclasses.replace(SAMPLED, n=4, max_tokens=3))
     engine.step()
     tables = [r.block_ids.tolist() for r in engine.scheduler.running]
-    shared = (len(PROMPT) - 1) // BLOCK_SIZE
-    assert len(tables) == 4 and {tuple(table[:shared]) for table in tables} == {
-        tuple(tables[0][:shared])
-    }
-    assert len({table[shared] for table in tables}) == 4
+    full = tokens // BLOCK_SIZE
+    assert len(tables) == 4 and {tuple(table[:full]) for table in tables} == {tuple(tables[0][:full])}
+    assert len({table[full] for table in tables}) == 4
     drain(engine)
     stats = engine.stats()
-    assert stats.prompt_tokens == len(PROMPT) + 3 * (len(PROMPT) - shared * BLOCK_SIZE)
-    assert stats.prefix_hit_tokens == 3 * shared * BLOCK_SIZE
-    assert stats.peak_blocks_used <= shared + 4 * 2
+    assert (stats.prompt_tokens, stats.prefix_hit_tokens) == (tokens, 0)
+    assert engine.scheduler.stats.scheduled_tokens == tokens + 4 * (3 - 1)
+    assert (stats.forks, stats.copied_blocks) == (3, copies)
+    assert stats.peak_blocks_used == full + 4
 
 
 def test_more_samples_than_sequences() -> None:
@@ -123,8 +126,7 @@ def test_the_prompt_is_scored_once() -> None:
     params = dataclasses.replace(SAMPLED, n=3, prompt_logprobs=2, logprobs=1)
     engine = fresh_engine()
     output = run_one(engine, PROMPT, params)
-    # The other samples take the prompt from the cache.
-    assert engine.stats().prefix_hit_tokens == 2 * 16
+    assert engine.stats().prompt_tokens == len(PROMPT)
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(PROMPT)
     alone = run_one(fresh_engine(), PROMPT, dataclasses.replace(params, n=1))
     assert output.prompt_logprobs == alone.prompt_logprobs

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import jaxpaged
+from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.cli import main
 from tests.e2e.engine_support import GREEDY, MAX_MODEL_LEN, VOCAB, assert_idle, shared_llm
 
@@ -40,6 +41,31 @@ def generate(folder: Path, *lines: dict[str, Any]) -> tuple[int, list[dict[str, 
     return status, [
         json.loads(line) for line in out.read_text().splitlines()
     ] if status == 0 else []
+
+
+def test_beam_searches(tmp_path: Path) -> None:
+    llm = shared_llm()
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    own = {"beam_width": 2, "length_penalty": 0.5, "early_stopping": True}
+    lines = [{"prompt": "the quick"}, {"prompt": "brown fox", "params": own, "priority": 1}]
+    source.write_text("\n".join(map(json.dumps, lines)))
+    words = ["--prompt-file", str(source), "--out", str(out), "--disable-progress"]
+    words += ["--beam-width", "3", "--early-stopping", "never", "--max-tokens", "5"]
+    assert main(["generate", *words, "--temperature", "0.7"]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    common: dict[str, Any] = {"max_tokens": 5, "temperature": 0.7}
+    searches = [
+        BeamSearchParams(beam_width=3, early_stopping="never", **common),
+        BeamSearchParams(**own, **common),
+    ]
+    wanted = llm.beam_search([line["prompt"] for line in lines], searches, use_tqdm=False)
+    for record, want in zip(records, wanted, strict=True):
+        shown = [(o["text"], o["token_ids"], o["score"]) for o in record["outputs"]]
+        assert shown == [(o.text, o.token_ids, o.score) for o in want.outputs]
+        assert [o["cumulative_logprob"] for o in record["outputs"]] == [
+            o.cumulative_logprob for o in want.outputs
+        ]
+        assert record["text"] == want.outputs[0].text
 
 
 def test_all_kinds_of_prompts_in_one_run(tmp_path: Path) -> None:

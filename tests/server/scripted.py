@@ -23,11 +23,13 @@ from jaxpaged.async_engine import AsyncEngine
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
+from jaxpaged.device.beam_candidates import num_candidates
 from jaxpaged.device.buckets import Buckets, choose_buckets
 from jaxpaged.device.compile_ledger import CompileLedger
 from jaxpaged.device.packing import Layout, PackedStep, RowRequest, is_decode, pack
 from jaxpaged.device.runner import StepResult
 from jaxpaged.device.sampler import HostSamples
+from jaxpaged.device.sampling_state import BEAM
 from jaxpaged.engine import Engine
 from jaxpaged.engine_thread import Progress
 from jaxpaged.intake import Intake, Limits
@@ -50,6 +52,8 @@ class Script:
     """A reply ends with EOS; else it starts over and over again."""
     replies: dict[str, Sequence[str] | Sequence[int] | str] = field(default_factory=dict)
     """Prompt text, or a part of it, -> reply."""
+    samples: Sequence[Sequence[str] | Sequence[int] | str] = ()
+    """Replies of the first samples of every prompt, by index, where they are to differ."""
     step_seconds: float = 0.0
     """How long each step takes on the device."""
     gate: threading.Event | None = None
@@ -71,7 +75,7 @@ class Script:
     def make_tokenizer(self) -> Tokenizer:
         backend = tiny_tokenizer()
         pieces = list(self.special_pieces)
-        for reply in (self.default, *self.replies.values()):
+        for reply in (self.default, *self.replies.values(), *self.samples):
             pieces += [p for p in reply if isinstance(p, str)] if not isinstance(reply, str) else []
         known = backend.get_vocab()
         backend.add_tokens(
@@ -98,9 +102,11 @@ class ScriptedRunner:
     """Stands in for `device.runner.Runner`: the same calls, no device."""
 
     alone = True
+    unready: str | None = None
     dtype_name = "float32"
     cache_dtype_name = "float32"
     attention_backend = "reference"
+    deterministic = True
     num_devices = 1
 
     def __init__(
@@ -114,6 +120,8 @@ class ScriptedRunner:
         self.num_launched = 0
         self.num_read = 0
         self.num_resets = 0
+        self.copied: list[tuple[int, int]] = []
+        """Blocks copied, source and destination."""
         self.closed = False
         self._tokenizer = tokenizer
         self._max_num_seqs = max_num_seqs
@@ -126,6 +134,10 @@ class ScriptedRunner:
 
     def admit(self, slot: int, values: Any) -> None:
         assert 0 <= slot < self._max_num_seqs
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        assert copies
+        self.copied += copies
 
     def pack(self, rows: Sequence[Any], requests: Sequence[RowRequest]) -> PackedStep:
         prompt_tokens = sum(
@@ -148,7 +160,7 @@ class ScriptedRunner:
         return True
 
     def read(self, launched: Any) -> StepResult:
-        number, packed, samples, prompt = launched
+        number, packed, samples, prompt, beams = launched
         self.num_read += 1
         if self.script.gate is not None:
             assert self.script.gate.wait(60), "the gate was never opened"
@@ -157,7 +169,7 @@ class ScriptedRunner:
         error = self.script.fail_read(number)
         if error is not None:
             raise error
-        return StepResult(packed, samples, prompt)
+        return StepResult(packed, samples, prompt, beams)
 
     def reset(self) -> None:
         self.num_resets += 1
@@ -169,12 +181,22 @@ class ScriptedRunner:
 
     def _results(
         self, rows: Sequence[Any], requests: Sequence[RowRequest], packed: PackedStep
-    ) -> tuple[HostSamples, HostSamples]:
+    ) -> tuple[HostSamples, HostSamples, tuple[Any, Any]]:
         shape = packed.layout.shape
         samples, prompt = _blank(shape.rows), _blank(max(shape.tokens, 1))
-        for row, place, start in zip(rows, packed.order, packed.prompt_start, strict=True):
+        count = num_candidates(self._max_num_seqs, self._vocab_size)
+        ids = np.zeros((shape.rows, count), np.int32)
+        logprobs = np.full((shape.rows, count), -np.inf, np.float32)
+        for row, place, start, own in zip(
+            rows, packed.order, packed.prompt_start, requests, strict=True
+        ):
             request = row.request
-            if row.samples:
+            if row.samples and own.fields.flags & BEAM:
+                # What the script says is likeliest, then the ids that follow it.
+                said = self._token(request, row.start + row.num_tokens - request.num_prompt_tokens)
+                ids[place] = (said + np.arange(count)) % self._vocab_size
+                logprobs[place] = -(np.arange(count) + 1.0) / 8
+            elif row.samples:
                 position = row.start + row.num_tokens - request.num_prompt_tokens
                 self._fill(samples, place, self._token(request, position), position)
             if start >= 0:
@@ -182,7 +204,7 @@ class ScriptedRunner:
                 for i in range(row.num_tokens):
                     if row.start + i + 1 < len(known):
                         self._fill(prompt, start + i, known[row.start + i + 1], row.start + i)
-        return samples, prompt
+        return samples, prompt, (ids, logprobs)
 
     def _fill(self, samples: HostSamples, place: int, token: int, position: int) -> None:
         if self.script.top is not None:
@@ -217,6 +239,9 @@ class ScriptedRunner:
             for key, own in self.script.replies.items():
                 if key in text:
                     reply = own
+        sample = int(request.request_id.partition("_")[0])
+        if sample < len(self.script.samples):
+            reply = self.script.samples[sample]
         if isinstance(reply, str):
             assert self._tokenizer is not None
             return self._tokenizer.encode(reply, add_special_tokens=False)
@@ -288,6 +313,7 @@ def scripted_engine(
         max_model_len=max_model_len,
         max_logprobs=TOP,
         eos_token_ids=eos,
+        num_candidates=num_candidates(max_num_seqs, script.vocab_size),
     )
     return Engine(
         scheduler,

@@ -133,7 +133,7 @@ def test_cached_tokens_are_told() -> None:  # AP-07
         second = (await server.ok(PATH, body))["usage"]
         assert first["prompt_tokens_details"] == {"cached_tokens": 0}
         cached = second.pop("prompt_tokens_details")["cached_tokens"]
-        assert 0 < cached < second["prompt_tokens"] and cached % 4 == 0
+        assert cached == second["prompt_tokens"] - 1  # a prompt that is all there costs a token
         assert second.items() <= first.items()
         salted = await server.ok(PATH, {**body, "cache_salt": "me"})
         assert salted["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}

@@ -12,7 +12,7 @@ import pytest
 
 from jaxpaged.core.snapshot import RequestSnapshot, take_snapshot
 from jaxpaged.outputs import EngineStats
-from server.live_wire import COUNTERS, View, change, counters_of, whole
+from server.live_wire import COUNTERS, View, _table_change, change, counters_of, whole
 from tests.core.harness import Sim, make_config, make_request
 
 STATES = {"0": "null", "f": "free", "c": "cached", "h": "held", "s": "shared"}
@@ -64,7 +64,12 @@ def record(windows: tuple[int | None, ...], num_blocks: int) -> list[View]:
     common = [rng.randrange(50) for _ in range(13)]
     for i in range(30):
         prompt = common + [rng.randrange(50) for _ in range(rng.randrange(1, 9))]
-        sim.add(make_request(f"r{i}", prompt, max_tokens=rng.randrange(2, 30)))
+        most = rng.randrange(2, 30)
+        if i % 10 == 4:
+            sim.add_beams(f"b{i}", prompt, 3, most)
+        else:
+            names = [f"{sample}_r{i}" for sample in range(rng.choice((1, 1, 3)))]
+            sim.add_group([make_request(name, prompt, max_tokens=most) for name in names])
     views = [view_of(sim)]
     for turn in range(1000):
         if not sim.scheduler.has_unfinished:
@@ -84,10 +89,13 @@ def test_changes_add_up_to_the_whole(windows: tuple[int | None, ...], num_blocks
     kinds: set[str] = set()
     for before, after in pairwise(views):
         told = over_the_wire(change(before, after))
-        kinds |= told["requests"].keys() | {k for k in ("hits", "evicted") if told[k]}
+        if told is None:  # it had come to its end
+            assert whole(after) == {**whole(before), "seconds": after.seconds}
+            continue
+        kinds |= told["requests"].keys() | {k for k in ("hits", "evicted", "copies") if told[k]}
         apply(copy, told)
         assert copy == over_the_wire(whole(after))
-    assert kinds == {"order", "new", "changed", "hits", "evicted"}
+    assert kinds == {"order", "new", "changed", "hits", "evicted", "copies"}
     assert copy["requests"] == [] and copy["counts"]["held"] == 0
 
 
@@ -161,7 +169,8 @@ def test_only_the_end_of_what_the_client_knows_is_shown(
 def test_no_token_of_a_request_is_told() -> None:
     fields = {name for name in RequestSnapshot.__slots__ if "token" in name}
     assert fields == {
-        *("num_tokens", "num_computed_tokens", "num_prompt_tokens", "num_cached_tokens")
+        *("num_tokens", "num_computed_tokens", "num_prompt_tokens", "num_cached_tokens"),
+        "num_hit_tokens",
     }
     sim = Sim(make_config(num_blocks=9))
     sim.add(make_request("a", [4711] * 9))
@@ -170,14 +179,61 @@ def test_no_token_of_a_request_is_told() -> None:
     assert b"4711" not in told
 
 
-def test_a_counter_that_the_engine_does_not_report_is_left_out() -> None:
-    class More(EngineStats):
-        copies = 3
+def test_counters_are_those_of_the_engine() -> None:
+    reported = counters_of(EngineStats(preemptions=2, forks=3, copied_blocks=4))
+    assert tuple(reported) == COUNTERS
+    told = [reported[name] for name in ("steps", "preemptions", "forks", "copied_blocks")]
+    assert told == [0, 2, 3, 4]
 
-    reported = counters_of(EngineStats(preemptions=2))
-    assert reported["preemptions"] == 2
-    assert reported.keys() <= set(COUNTERS)
-    assert counters_of(More())["copies"] == 3
+
+def test_forks_and_copies_on_write() -> None:
+    sim = Sim(make_config(block_size=4))
+    views = [view_of(sim)]
+    names = [f"{sample}_cmpl-abc-00aa11bb" for sample in range(3)]
+    sim.add_group([make_request(name, range(6), max_tokens=9) for name in names])
+    for _ in range(2):
+        sim.turn()
+        views.append(view_of(sim))
+    forked, parted = (over_the_wire(change(*pair)) for pair in pairwise(views))
+    assert (forked["copies"], forked["hits"]) == ([], [])
+    assert forked["shared"] == {"1": 3, "2": 3}
+    assert parted["hits"] == [] and len(parted["copies"]) == 2
+    last = {r["sample"]: r["tables"][0][-1] for r in whole(views[-1])["requests"]}
+    # The last one that writes to the shared block keeps it.
+    assert [to for _, to in parted["copies"]] == [last[0], last[1]] and last[2] == 2
+    assert [source for source, _ in parted["copies"]] == [2, 2]
+    changed = {r["key"]: r.get("tables") for r in parted["requests"]["changed"]}
+    assert list(changed.values()) == [[[0, 0, 1, [last[0]]]], [[0, 0, 1, [last[1]]]], None]
+    copy = over_the_wire(whole(views[0]))
+    for told in (forked, parted):
+        apply(copy, told)
+    assert copy == over_the_wire(whole(views[-1]))
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "told"),
+    [
+        ([1, 2, 3], [1, 2, 3, 4], (0, 3, [4])),
+        ([1, 2, 3], [1, 2, 9], (0, 2, [9])),
+        ([1, 2, 3], [7, 8, 9, 4], (0, 0, [7, 8, 9, 4])),
+        ([1, 2, 3, 4], [1, 2], (0, 2, [])),
+        ([1, 2], [], (0, 0, [])),
+        ([], [5], (0, 0, [5])),
+        ([1, 2, 3], [0, 2, 3, 4], (1, 3, [4])),
+        ([0, 2, 3], [0, 0, 3, 9, 4], (2, 3, [9, 4])),
+        ([0, 2, 3], [0, 0, 7, 4], (2, 2, [7, 4])),
+        ([1], [0, 0, 5], (2, 0, [0, 0, 5])),
+        ([1], [0, 0], (2, 0, [0, 0])),
+    ],
+)
+def test_a_table_is_sent_from_where_it_differs(
+    was: list[int], now: list[int], told: tuple[int, int, list[int]]
+) -> None:
+    assert _table_change(array("i", was), array("i", now)) == told
+    behind, at, ids = told
+    table = was[:at] + ids
+    table[:behind] = [0] * behind
+    assert table == now
 
 
 def test_tables_are_not_shared_with_the_engine() -> None:

@@ -319,6 +319,27 @@ def test_kv_blocks_are_those_of_the_snapshot_and_add_up() -> None:
     with_engine(test, Script(gate=gate, end=False, step_seconds=0.002))
 
 
+def test_forks_and_copied_blocks() -> None:
+    async def test(engine: AsyncEngine) -> None:
+        context = context_for(engine)
+
+        def told() -> tuple[float, float]:
+            families = scraped(context)
+            names = ("jaxpaged:sequence_forks_total", "jaxpaged:kv_blocks_copied_total")
+            forks, copies = (value(families, name) for name in names)
+            return forks, copies
+
+        assert told() == (0, 0)
+        for request_id, n in (("samples", 3), ("again", 1)):
+            stream = await engine.submit(request_id, [5] * 6, SamplingParams(max_tokens=5, n=n))
+            async for _ in stream:
+                pass
+        # Two of three leave the block that the prompt does not fill; then it is found again.
+        assert told() == (2, 2 + 1)
+
+    with_engine(test, Script(end=False))
+
+
 def test_config_and_engine_info() -> None:
     async def test(engine: AsyncEngine) -> None:
         families = scraped(context_for(engine))
@@ -340,6 +361,7 @@ def test_config_and_engine_info() -> None:
         assert sample.labels["max_model_len"] == "256"
         assert sample.labels["tensor_parallel_size"] == "1"
         assert sample.labels["attention_backend"] == "reference"
+        assert sample.labels["deterministic"] == "true"
         assert value(families, "jaxpaged:hbm_bytes", kind="weights") == 4096
 
     with_engine(test)

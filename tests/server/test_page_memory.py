@@ -235,16 +235,37 @@ def test_nobody_looks_at_the_engine_when_the_page_cannot_be_seen(browser: Browse
         poll(lambda: not feed_of(live).is_looking, "the server still looks")
 
 
-def test_a_counter_of_copies_is_shown_once_the_engine_reports_it(browser: Browser) -> None:
+def test_copies_on_write_are_shown(browser: Browser) -> None:
+    with live_server(Script(end=False, step_seconds=0.02)) as live, opened(browser, live) as page:
+        wait_live(page)
+        assert page.inner_text("#gauge-copies") == "0"
+        body = {"prompt": [5] * 6, "n": 3, "max_tokens": 30, "ignore_eos": True}
+        httpx.post(f"{live.base_url}/v1/completions", json=body, timeout=SECONDS).raise_for_status()
+        # Three share the block that the prompt does not fill, and the last to write keeps it.
+        page.wait_for_function("() => document.querySelector('#gauge-copies').innerText === '2'")
+        told = page.inner_text("#events")
+        assert re.search(r"Copied on write: 2 blocks \(2 to \d+, 2 to \d+\)\.", told)
+        assert "6 prompt tokens, none of them cached; 3 sequences share them." in told
+        assert "Prefix hit" not in told
+        assert page.get_attribute("#gauge-copies", "title") == "2 sequences began as a fork"
+        # A prompt that is cached as a whole has a copy of its last block.
+        httpx.post(f"{live.base_url}/v1/completions", json={**body, "n": 1}, timeout=SECONDS)
+        page.wait_for_function("() => document.querySelector('#gauge-copies').innerText === '3'")
+        told = page.inner_text("#events")
+        assert "6 prompt tokens, 5 of them cached." in told
+        assert re.search(r"Copied on write: block \d+ to \d+\.", told)
+
+
+def test_more_copies_than_can_be_named(browser: Browser) -> None:
     with live_server() as live, opened(browser, live) as page:
         wait_live(page)
-        assert not page.is_visible("#tile-copies")
         start = httpx.get(f"{live.base_url}/debug/blocks", timeout=SECONDS).json()
-        start["counters"]["copies"] = 2
+        start["counters"]["copied_blocks"] = 2
         events = f"event: whole\ndata: {json.dumps(start)}\n\n"
         more = {k: start[k] for k in ("seconds", "status", "running", "waiting", "counts")}
-        more |= {"counters": {**start["counters"], "copies": 5}, "requests": {}}
+        more |= {"counters": {**start["counters"], "copied_blocks": 12}, "requests": {}}
         more |= {"blocks": [], "shared": {}, "hits": [], "evicted": []}
+        more |= {"copies": [[i, i + 20] for i in range(1, 9)]}
         events += f"event: change\ndata: {json.dumps(more)}\n\n"
         page.route(
             "**/debug/live",
@@ -252,9 +273,9 @@ def test_a_counter_of_copies_is_shown_once_the_engine_reports_it(browser: Browse
         )
         page.click("#pause")
         page.click("#pause")
-        page.wait_for_selector("#tile-copies:visible")
-        assert page.inner_text("#gauge-copies") == "5"
-        assert "3 blocks copied on write." in page.inner_text("#events")
+        page.wait_for_function("() => document.querySelector('#gauge-copies').innerText === '12'")
+        named = "(3 to 23, 4 to 24, 5 to 25, 6 to 26, 7 to 27, 8 to 28, …)"
+        assert f"Copied on write: 10 blocks {named}." in page.inner_text("#events")
 
 
 def test_it_says_that_the_model_loads(browser: Browser) -> None:

@@ -40,6 +40,8 @@ WHY_NOT = re.compile(
             r"needs a last message with content|needs a final message",
             r"Give either prompt or messages",
             r"Only the value of n is",
+            r"(has no effect without|cannot be combined with) use_beam_search",
+            r"is less than n=",
             r"min_tokens",
             # What this server and its model have.
             r"outside the model's vocabulary",

@@ -14,7 +14,8 @@ from tests.server.scripted import Script, settled
 PIECES = st.sampled_from(
     ["a", "b", " a", "ab", "<", "/s>", "x</", "END", "é", "终", "🙂", "\n", "\u2028", "</s>"]
 )
-REPLIES = st.lists(PIECES, min_size=0, max_size=12)
+REPLIES = st.lists(st.lists(PIECES, max_size=12), min_size=1, max_size=3)
+"""Of each sample; further ones say what the first does."""
 STOPS = st.lists(st.sampled_from(["ab", "b", "</s>", "a<", "终", "ND", "\n"]), max_size=3)
 MAYBE = st.sampled_from([None, False, True])
 
@@ -49,20 +50,20 @@ CHATS = st.fixed_dictionaries(
 
 
 @settings(max_examples=60)
-@given(reply=REPLIES, body=COMPLETIONS, interval=st.integers(1, 4))
-def test_completions(reply: list[str], body: Json, interval: int) -> None:
-    check("/v1/completions", reply, body, interval)
+@given(replies=REPLIES, body=COMPLETIONS, interval=st.integers(1, 4))
+def test_completions(replies: list[list[str]], body: Json, interval: int) -> None:
+    check("/v1/completions", replies, body, interval)
 
 
 @settings(max_examples=40)
-@given(reply=REPLIES, body=CHATS, interval=st.integers(1, 4))
-def test_chats(reply: list[str], body: Json, interval: int) -> None:
-    check("/v1/chat/completions", reply, body, interval)
+@given(replies=REPLIES, body=CHATS, interval=st.integers(1, 4))
+def test_chats(replies: list[list[str]], body: Json, interval: int) -> None:
+    check("/v1/chat/completions", replies, body, interval)
 
 
-def check(path: str, reply: list[str], body: Json, interval: int) -> None:
+def check(path: str, replies: list[list[str]], body: Json, interval: int) -> None:
     async def run() -> None:
-        script = Script(default=reply or [], special_pieces=["x"])
+        script = Script(default=replies[0], samples=replies, special_pieces=["x"])
         async with serving(script, settings={"stream_interval": interval}) as server:
             whole = await server.ok(path, body)
             options = {"stream_options": {"include_usage": True}}

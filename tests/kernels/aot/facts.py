@@ -26,3 +26,8 @@ class ProgramFacts:
     pool_bytes: int
     shape: str
     config: str
+    library_products: int = 0
+    """Matrix products that are not our kernels'."""
+    joined_sums: int = 0
+    """See `hlo_text.parted_sums`."""
+    parted_sums: int = 0

@@ -24,7 +24,7 @@ class Program:
 
     name: str
     kind: str
-    """decode, prefill, write or step."""
+    """decode, prefill, write, step or copy."""
     lower: Callable[[Mesh], Any]
     pools: list[jax.ShapeDtypeStruct]
     """The KV pools among its arguments, scales included."""

@@ -16,12 +16,15 @@ from jaxpaged.device.attention import AttentionSizes
 from jaxpaged.device.attention_choice import choose_backend
 from jaxpaged.device.buckets import StepShape
 from jaxpaged.device.compile_ledger import CompileLedger
-from jaxpaged.device.kv_cache import KVLayout, make_pools
+from jaxpaged.device.determinism import COMPILER_OPTIONS, UNDECIDED, Determinism, KernelOrder
+from jaxpaged.device.kv_cache import KVLayout, copy_blocks, make_pools
 from jaxpaged.device.sampling_state import empty_slot_state
 from jaxpaged.device.step import EngineState, StepSettings, Weights, take_apart
+from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import find_model
 from jaxpaged.sharding import make_mesh
-from tests.kernels.aot.program import Program
+from pallas_kernels.paged_kv import PagedKV
+from tests.kernels.aot.program import Program, lower_function
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,12 +55,15 @@ class StepCase:
     backend: str = "auto"
     cache_dtype: str = "bfloat16"
     layers: int = 32
+    deterministic: bool = False
 
 
 CASES = (
     StepCase("step-decode"),
     StepCase("step-mixed", prompt_tokens=2048),
     StepCase("step-mixed-int8", prompt_tokens=2048, cache_dtype="int8", layers=4),
+    StepCase("step-decode-deterministic", layers=4, deterministic=True),
+    StepCase("step-mixed-deterministic", prompt_tokens=2048, layers=4, deterministic=True),
 )
 
 
@@ -81,8 +87,16 @@ def _program(case: StepCase) -> Program:
                 tree,
             )
 
+        chosen = UNDECIDED
+        if case.deterministic:
+            order = KernelOrder(interpret=False)
+            chosen = Determinism(True, order, COMPILER_OPTIONS, "asked for")
         sizes = AttentionSizes.of(
-            model, block_size=BLOCK_SIZE, dtype=dtype, cache_dtype=cache_dtype
+            model,
+            block_size=BLOCK_SIZE,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            fixed=chosen.fixed_sizes,
         )
         backend, _ = choose_backend(case.backend, sizes, mesh.devices.flat[0])
         assert backend.name != "reference"
@@ -96,7 +110,12 @@ def _program(case: StepCase) -> Program:
             mesh=mesh,
         )
         settings = StepSettings(
-            BLOCK_SIZE, 20, model.vocab_size, model.vocab_size, KVLayout.of(model)
+            BLOCK_SIZE,
+            20,
+            model.vocab_size,
+            model.vocab_size,
+            KVLayout.of(model),
+            determinism=chosen,
         )
         shape = StepShape(ROWS, case.prompt_tokens)
         layout = runner.layout_of(shape, MAX_LEN, BLOCK_SIZE, backend, settings.kv_layout)
@@ -137,4 +156,38 @@ def _program(case: StepCase) -> Program:
             f"Llama 3 8B, {case.layers} layers, {case.cache_dtype}, {ROWS} rows, "
             f"{case.prompt_tokens} prompt tokens"
         ),
+    )
+
+
+def copy_programs() -> list[Program]:
+    """Block copies, that a step with forks begins with."""
+    model = find_model(LLAMA_8B | {"num_hidden_layers": 4}, "copies")[1].over(1)
+    return [_copy_program(model, np.dtype(name)) for name in (jnp.bfloat16, jnp.int8)]
+
+
+def _copy_program(model: ModelConfig, cache_dtype: jnp.dtype) -> Program:
+    def pools_on(mesh: Mesh) -> list[PagedKV]:
+        return make_pools(model, NUM_BLOCKS, BLOCK_SIZE, cache_dtype, mesh)
+
+    def copy(pools: list[PagedKV], blocks: jax.Array) -> list[PagedKV]:
+        return copy_blocks(pools, blocks[0], blocks[1], block_size=BLOCK_SIZE)
+
+    def lower(topology: Mesh) -> Any:
+        mesh = make_mesh(list(topology.devices.flat))
+        shapes = jax.eval_shape(lambda: pools_on(mesh))
+        blocks = jax.ShapeDtypeStruct((2, ROWS), jnp.int32)
+        return lower_function(topology, copy, [shapes, blocks], donated=(0,))
+
+    shape = model.kv_shape
+    pool = jax.ShapeDtypeStruct((NUM_BLOCKS * BLOCK_SIZE, shape.heads, shape.key_dim), cache_dtype)
+    pools = [pool, pool] * model.num_layers
+    if cache_dtype.itemsize == 1:
+        pools += [jax.ShapeDtypeStruct(pool.shape[:-1], np.dtype(np.float32))] * len(pools)
+    return Program(
+        name=f"copy-{cache_dtype.name}",
+        kind="copy",
+        lower=lower,
+        pools=pools,
+        in_place=True,
+        shape=f"{ROWS} blocks, {model.num_layers} layers of Llama 3 8B, {cache_dtype.name}",
     )

@@ -23,7 +23,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from pallas_kernels.tuning import load_table
-from tests.kernels.aot import assembly, toolchain
+from tests.kernels.aot import assembly, hlo_text, toolchain
 from tests.kernels.aot.facts import ProgramFacts
 from tests.kernels.aot.program import Program, h200
 from tests.kernels.aot.programs import all_programs
@@ -64,6 +64,7 @@ def compiled(program: Program, mesh: Mesh, dump: Path) -> ProgramFacts:
     names = set(re.findall(r'\bname = "(\w+)"', hlo))
     kernels = assembly.kernels_of(set(dump.glob("*.ptx")) - before, ptxas, dict(launched), names)
     kernels += assembly.mosaic_kernels(mosaic, ptxas)
+    together, apart = hlo_text.parted_sums(hlo)
     shapes = {assembly.hlo_shape(pool.dtype.name, pool.shape) for pool in program.pools}
     return ProgramFacts(
         kernels=kernels,
@@ -76,6 +77,9 @@ def compiled(program: Program, mesh: Mesh, dump: Path) -> ProgramFacts:
         pool_bytes=sum(pool.size * pool.dtype.itemsize for pool in program.pools),
         shape=program.shape,
         config=program.config,
+        library_products=hlo_text.products_of_libraries(hlo),
+        joined_sums=together,
+        parted_sums=apart,
     )
 
 

@@ -1,0 +1,329 @@
+"""Plans one step: which requests compute how many tokens in it, with which blocks.
+
+There are no phases. A request has known tokens and computed tokens, and every step computes some
+more of the difference; a step mixes decode rows with chunks of prompts.
+"""
+
+from __future__ import annotations
+
+from jaxpaged.core.groups import Group
+from jaxpaged.core.plan import ScheduledRow, ScheduledStep
+from jaxpaged.core.queues import Queues
+from jaxpaged.core.refusals import outgrown_text
+from jaxpaged.core.request import Request, RequestStatus
+from jaxpaged.core.rope import enter_regime, must_restart
+
+
+class Planner(Queues):
+    """Running requests go first, in the order of their admission, and waiting ones after them."""
+
+    def _plan(self) -> ScheduledStep | None:
+        self.kv.begin_plan()
+        preempted = self._restart_crossing() if self.config.rope_rule == "longrope" else []
+        rows, budget = self._plan_running(preempted)
+        for index in range(len(rows)):
+            self._commit(rows, index)
+        if not preempted:
+            budget = self._admit(rows, budget)
+        copies = self.kv.take_copies()
+        if not rows:
+            return None
+        step = ScheduledStep(
+            step_id=self._next_step_id,
+            rows=rows,
+            num_tokens=self.config.max_num_batched_tokens - budget,
+            preempted=preempted,
+            copies=copies,
+        )
+        self.stats.record_copies(copies)
+        self._next_step_id += 1
+        self._in_flight[step.step_id] = step
+        self._record(step)
+        return step
+
+    def _plan_running(self, preempted: list[Request]) -> tuple[list[ScheduledRow], int]:
+        """Rows of requests that run already, in the order of admission, and the budget left."""
+        budget = self.config.max_num_batched_tokens
+        cap = self.config.long_prefill_token_threshold or budget
+        max_model_len, allocate_slots = self.config.max_model_len, self.kv.allocate_slots
+        # Nothing is committed until the pass is over, since a later request may preempt an
+        # earlier one (by priority) whose row then goes as if it had never been.
+        rows: dict[Request, ScheduledRow] = {}
+        for request in list(self._running):
+            if budget == 0:
+                break
+            if request.status is not RequestStatus.RUNNING:  # preempted in this very loop
+                continue
+            start = request.num_computed_tokens
+            count = request.num_tokens_with_inflight - start
+            if count == 0 or request.end_is_in_flight(max_model_len):
+                continue
+            group = request.group
+            if group is not None:
+                if request.awaits_fork or (group.is_beams and request.num_inflight):
+                    continue
+                if group.leader is request:
+                    count = min(count, group.fork_at - start)
+            if count > 1:
+                count = min(count, cap, budget)
+            while not allocate_slots(request, count):
+                if self.kv.trim_all(self._running):
+                    continue
+                for victim in self._choose_victims():
+                    self._preempt(victim)
+                    preempted.append(victim)
+                    refunded = rows.pop(victim, None)
+                    if refunded is not None:
+                        budget += refunded.num_tokens
+                if request.status is not RequestStatus.RUNNING:
+                    break
+            else:
+                rows[request] = self._row(request, start, count)
+                budget -= count
+        return list(rows.values()), budget
+
+    def _admit(self, rows: list[ScheduledRow], budget: int) -> int:
+        """Append rows of waiting requests while they fit; returns the budget left.
+
+        The first that does not fit ends the search: nobody overtakes.
+        """
+        config, kv = self.config, self.kv
+        cap = config.long_prefill_token_threshold or budget
+        if not budget or not len(self._waiting) or not self._free_slots:
+            return budget
+        promised = self._promised_blocks()
+        while budget > 0 and self._free_slots:
+            head = self._waiting.peek()
+            if head is None or not self._is_ready(head):
+                break
+            group = head.group
+            request = head if group is None else group.live[0]
+            needed = self._blocks_needed(request)
+            if needed > kv.pool.num_usable:
+                self._fail(request, outgrown_text(request, config, needed))
+                continue
+            headroom = config.watermark_blocks + promised if self._running else 0
+            if kv.pool.num_free <= headroom:  # saves the look-up: a block is always needed
+                break
+            target = request.num_tokens
+            if group is not None:
+                # What the other members will hold, on top of what their leader does.
+                headroom += needed - kv.blocks_of_branch(request, 0)
+                target = group.fork_at
+            taken = self._take_blocks(request, target, min(cap, budget), headroom)
+            if taken is None:
+                break
+            num_hit, count = taken
+            self._start(request, num_hit)
+            rows.append(self._row(request, num_hit, count))
+            self._commit(rows, len(rows) - 1)
+            budget -= count
+            members = [request] if group is None else group.members
+            promised += sum(self._blocks_to_come(member) for member in members)
+            promised += kv.copies_to_come(members)
+        return budget
+
+    def _take_blocks(
+        self, request: Request, target: int, most: int, headroom: int
+    ) -> tuple[int, int] | None:
+        """Cached and new blocks for a waiting request that is to compute its first `target` tokens,
+        at most so many now. Returns how many it need not compute and how many it computes in this
+        step; None, with nothing changed, if there is no room for it.
+        """
+        kv = self.kv
+        hits, num_hit = kv.get_computed_blocks(request, target)
+        tail = kv.get_tail(request, num_hit, target)
+        # To copy a block takes one more for a moment, which a small pool may not have.
+        for tail_hit in (None,) if tail is None else (tail, None):
+            start = num_hit + (tail_hit.num_tokens if tail_hit else 0)
+            count = target - start
+            if self.config.enable_chunked_prefill:
+                count = min(count, most)
+            elif count > most:
+                return None
+            if kv.allocate_slots(
+                request,
+                count,
+                hit_tables=hits,
+                tail=tail_hit,
+                reserve_full=True,
+                headroom=headroom,
+            ):
+                return start, count
+        return None
+
+    def _is_ready(self, request: Request) -> bool:
+        """Whether the head of the queue can be looked at: its group, if it has one, is made to fit,
+        and no token of it is in flight.
+        """
+        config, group = self.config, request.group
+        members = [request] if group is None else group.live
+        # One that was preempted with a token in flight needs that token first.
+        if any(member.num_inflight for member in members):
+            return False
+        if config.rope_rule == "longrope" and request.num_output_tokens:
+            for member in members:
+                enter_regime(member, config.rope_rule, config.rope_threshold)
+                self.kv.extend_hashes(member)
+        if group is None:
+            return True
+        if len({member.rope_regime for member in members}) > 1:
+            group.dissolve()  # equal tokens, but not equal keys
+            return True
+        group.set_fork_point()
+        if not group.is_beams:
+            self._fit_group(group)
+        return request.group is None or len(self._free_slots) >= len(group.members)
+
+    def _fit_group(self, group: Group) -> None:
+        """Part a waiting group of samples that needs more than the whole pool."""
+        count, room = len(group.members), self.kv.pool.num_usable
+        sizes = [self.kv.blocks_of_branch(member, group.fork_at) for member in group.members]
+        sizes[0] = self.kv.blocks_of_branch(group.members[0], 0)
+        while count > 1 and sum(sizes[:count]) > room:
+            count -= 1
+        if count < len(group.members):
+            group.split(count)
+
+    def _blocks_needed(self, request: Request) -> int:
+        """Blocks of all known tokens of a waiting request and its group; of a group also those that
+        its first step takes, in which its members part.
+        """
+        group = request.group
+        if group is None:
+            return self.config.blocks_for_sequence(request.num_tokens)
+        branch = self.kv.blocks_of_branch
+        first = group.live[0]
+        others = group.members[1:] if group.is_fresh else group.live[1:]
+        return branch(first, 0) + sum(branch(member, group.fork_at) for member in others)
+
+    def _promised_blocks(self) -> int:
+        """Blocks that running requests still need for tokens known already. They were admitted
+        because these blocks were free, so a later admission must not take them."""
+        known = sum(
+            self._blocks_to_come(r) for r in self._running if r.num_computed_tokens < r.num_tokens
+        )
+        return known + self.kv.copies_to_come(self._running)
+
+    def _blocks_to_come(self, request: Request) -> int:
+        group = request.group
+        if group is None or not request.awaits_fork:
+            return self.kv.blocks_to_come(request)
+        if request in group.live:
+            return self.kv.blocks_of_branch(request, group.fork_at)
+        return 0  # a beam that has not begun
+
+    def _row(self, request: Request, start: int, count: int) -> ScheduledRow:
+        reaches_end = start + count == request.num_tokens_with_inflight
+        samples = reaches_end and not request.only_scores
+        admitted, request.slot_is_new = request.slot_is_new, False
+        return ScheduledRow(request, request.epoch, start, count, samples, admitted)
+
+    def _commit(self, rows: list[ScheduledRow], index: int) -> None:
+        """Take a row as computed, so that the next step can be planned on top of it. Where it
+        completes what a group shares, the group is forked, and rows may be appended.
+        """
+        row = rows[index]
+        request, end = row.request, row.start + row.num_tokens
+        request.num_computed_tokens = end
+        if row.samples:
+            request.num_inflight += 1
+        self.kv.register(request)
+        if row.start < request.num_prompt_tokens or row.start < request.recompute_until:
+            first_time = max(row.start, request.recompute_until)
+            self.stats.recomputed_tokens += min(end, first_time) - row.start
+            self.stats.prompt_tokens += max(0, min(end, request.num_prompt_tokens) - first_time)
+            if row.start < request.num_prompt_tokens <= end:
+                self.kv.register_tail(request)
+        group = request.group
+        if group is not None and group.leader is request and end == group.fork_at:
+            self._fork_group(rows, index, group)
+
+    def _fork_group(self, rows: list[ScheduledRow], index: int, group: Group) -> None:
+        """What the group has in common is computed: every other live member goes its own way, with
+        a first token from the leader's logits, or with the tokens that it has.
+        """
+        leader, fresh = rows[index].request, group.is_fresh
+        group.leader = None
+        for member in group.live:
+            if not member.awaits_fork:
+                continue
+            # A member that resumes may find more than that in the cache.
+            hits, num_hit = ([], 0) if fresh else self.kv.get_computed_blocks(member)
+            if num_hit > group.fork_at:
+                member.awaits_fork = False
+                self.kv.share(leader, member, hits, num_hit)
+            else:
+                self._fork(leader, member)
+            if fresh:
+                row = self._row(member, group.fork_at, 0)
+                row.source = index
+                member.num_inflight += row.samples
+                rows.append(row)
+
+    def _start(self, request: Request, num_hit: int) -> None:
+        """Take the head of the queue, and with it its whole group, out of it."""
+        resumed = request.status is RequestStatus.PREEMPTED
+        group = request.group
+        for member in [request] if group is None else group.members:
+            head = self._waiting.peek()  # drops ended ones from the front
+            assert head is member, "the members of a group wait one behind the other"
+            self._waiting.pop()
+            member.status = RequestStatus.RUNNING
+            member.slot = self._free_slots.pop()
+            member.slot_is_new = True
+            member.awaits_fork = member is not request
+            self._running[member] = None
+            if not resumed:
+                member.admission_order = self._num_admitted
+                self._num_admitted += 1
+        request.num_computed_tokens = request.num_hit_tokens = num_hit
+        if group is not None:
+            group.leader = request
+        if self.config.enable_prefix_caching and not request.skip_prefix_cache:
+            target = request.num_tokens if group is None else group.fork_at
+            self.stats.record_lookup(target, num_hit, resumed=resumed)
+        if not resumed:
+            request.num_cached_tokens = num_hit
+
+    def _record(self, step: ScheduledStep) -> None:
+        # Only a request's own last blocks, one in each group of layers, have empty slots, as shared
+        # blocks are full but for the last one of a group that has just been forked; so no walk over
+        # blocks is needed to count a shared one once. What a window has left behind in a block that
+        # it still needs is a token all the same.
+        block_size, held = self.config.block_size, self.kv.pool.num_held
+        empty = sum([r.capacity - r.num_computed_tokens for r in self._running])
+        sharers = [r for r in self._running if r.shares_tail]
+        if sharers:
+            once = {r.tables[0][-1]: r.capacity - r.num_computed_tokens for r in sharers}
+            empty += sum(once.values()) - sum(r.capacity - r.num_computed_tokens for r in sharers)
+        self.stats.record_step(
+            running=len(self._running),
+            tokens=step.num_tokens,
+            blocks=held,
+            waste=empty * len(self.config.windows) / (held * block_size),
+        )
+
+    def _restart_crossing(self) -> list[Request]:
+        """Set back the running requests that the next row takes beyond the rope threshold: the KV
+        that they have is of no use there. They come back, in the order that they had, with all
+        their tokens known and so in the long regime, which nobody leaves."""
+        threshold, max_model_len = self.config.rope_threshold, self.config.max_model_len
+        crossing = []
+        for request in self._running:
+            # The beams of a search cross together, and those that have not begun go with them; not
+            # before it has gone on, as what is in flight would be lost and computed for ever.
+            moving = request
+            if request.is_beam:
+                assert request.group is not None
+                moving = request.group.live[0]
+                if moving.num_inflight:
+                    continue
+            if must_restart(moving, threshold, max_model_len):
+                crossing.append(request)
+        for request in reversed(crossing):
+            if request.group is not None and not request.is_beam:
+                self._leave_group(request, request.group)  # the others may stay for long
+            self._set_back(request)
+        self.stats.rope_restarts += len(crossing)
+        return crossing

@@ -1,0 +1,1 @@
+"""Runs a recording again and finds the first thing that differs."""
