@@ -37,9 +37,9 @@ Results are JSON lines in the order of the prompts: index, prompt (as the model 
 token_ids, finish_reason, stop_reason, num_prompt_tokens, num_cached_tokens, and logprobs and
 prompt_logprobs where asked. With --n above 1, "outputs" holds every completion. A result is
 written as soon as it and all before it are there; a run that ends early keeps them.
-With --beam-width every prompt is a beam search, and "outputs" holds its hypotheses, best first, each
-with its score. Of the sampling flags --max-tokens, --temperature, --stop-token-ids, --ignore-eos and
-those about the text go with it; the model's sampling defaults do not count.
+With --beam-width every prompt is a beam search, and "outputs" holds its hypotheses, best first,
+each with its score. Of the sampling flags --max-tokens, --temperature, --stop-token-ids,
+--ignore-eos and those about the text go with it; the model's sampling defaults do not count.
 A line of --prompt-file is one of
   {"prompt": "text"}   {"messages": [{"role": "user", "content": "text"}]}
   {"prompt_token_ids": [1, 2, 3]}

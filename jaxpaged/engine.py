@@ -346,7 +346,9 @@ class Engine:
 
     # ------------------------------------------------------------------ endings
 
-    def _finish(self, completion: Completion | Beam, reason: str, *, error: str | None = None) -> None:
+    def _finish(
+        self, completion: Completion | Beam, reason: str, *, error: str | None = None
+    ) -> None:
         self.scheduler.finish(completion.core, reason, error=error)
         self._ended(completion)
 

@@ -32,7 +32,8 @@ from jaxpaged.device.memory_plan import (
     wanted_length,
 )
 from jaxpaged.device.model_loader import LoadedModel, Placement, load_model, place_model
-from jaxpaged.device.runner import Progress, Runner, step_temporaries
+from jaxpaged.device.programs import step_temporaries
+from jaxpaged.device.runner import Progress, Runner
 from jaxpaged.device.sampling_state import slot_state_bytes
 from jaxpaged.device.step import StepSettings
 from jaxpaged.engine import Engine
@@ -69,9 +70,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         raise
 
 
-def _build(
-    config: EngineConfig, progress: Progress | None, recording: Recording | None
-) -> Engine:
+def _build(config: EngineConfig, progress: Progress | None, recording: Recording | None) -> Engine:
     # Before anything opens the device.
     fraction = claim_device_memory(config.gpu_memory_utilization)
     join(config)

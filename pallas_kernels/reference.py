@@ -36,6 +36,8 @@ CHUNK = 64
 """Context tokens summed at a time. A multiple of every SIMD width, whatever the block size."""
 TILES_PER_GROUP = 8
 """Query tiles (or decode rows) processed side by side."""
+FEW_ROWS = 4
+"""So many decode rows, or fewer, go in smaller groups."""
 MIN_MATMUL_ROWS = 8
 _LOWEST_TOP = -(2.0**30)
 _FAR = 2**31 - 1
@@ -226,8 +228,7 @@ def paged_decode(
     group = num_heads // kv_heads
     dim_out = kv.value_dim(value_dim)
     padded = max(MIN_MATMUL_ROWS, group)
-    width = TILES_PER_GROUP
-    tail = -rows % width
+    tail = -rows % TILES_PER_GROUP
     if tail:
         q = jnp.pad(q, ((0, tail), (0, 0), (0, 0)))
         block_tables = jnp.pad(block_tables, ((0, tail), (0, 0)))
@@ -235,7 +236,7 @@ def paged_decode(
     q = q.reshape(rows + tail, kv_heads, group, dim)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - group), (0, 0)))
 
-    def one_group(index: jax.Array, out: jax.Array) -> jax.Array:
+    def one_group(index: jax.Array, out: jax.Array, width: int) -> jax.Array:
         first = index * width
         pos = lax.dynamic_slice_in_dim(positions, first, width)
         result = _attend_group(
@@ -253,9 +254,20 @@ def paged_decode(
 
     # Live rows stand first. The traced bound also keeps XLA from inlining a loop of one group,
     # which would be fused, and so rounded, differently.
-    groups = (jnp.sum(positions >= 0, dtype=jnp.int32) + width - 1) // width
-    empty = jnp.zeros((*q.shape[:-1], dim_out), q.dtype)
-    out: jax.Array = lax.fori_loop(0, groups, one_group, empty)
+    live = jnp.sum(positions >= 0, dtype=jnp.int32)
+
+    def in_groups_of(width: int) -> jax.Array:
+        empty = jnp.zeros((*q.shape[:-1], dim_out), q.dtype)
+        step = functools.partial(one_group, width=width)
+        done: jax.Array = lax.fori_loop(0, (live + width - 1) // width, step, empty)
+        return done
+
+    # A group costs its width in rows, live or not. In groups of one XLA may round differently.
+    out: jax.Array = lax.cond(
+        live <= FEW_ROWS,
+        lambda: in_groups_of(FEW_ROWS // 2),
+        lambda: in_groups_of(TILES_PER_GROUP),
+    )
     return out[:rows, :, :group].reshape(rows, num_heads, dim_out)
 
 

@@ -16,7 +16,8 @@ hangs or comes too late does not end the run.
 measures nothing.
 
 Exit status: 0, whatever was fast or slow; 1 if a kernel's result was wrong or it failed in the
-correctness section, or if a deterministic engine was not; 2 if there is no GPU. See docs/gpu_suite.md.
+correctness section, or if a deterministic engine was not; 2 if there is no GPU. See
+docs/gpu_suite.md.
 """
 
 from __future__ import annotations

@@ -135,15 +135,17 @@ async def start_run(
     prompts: Sequence[Prompt],
     params: SamplingParams | BeamSearchParams,
     *,
-    n: int,
+    n: int | None = None,
     priority: int = 0,
     cache_salt: str | None = None,
     stream_interval: int | None = None,
 ) -> Run:
-    """Submit all prompts, or none. `n` choices of each are told.
+    """Submit all prompts, or none. `n` choices of each are told; None is all that are computed.
 
     Raises `ApiError`; where several prompts were given it names the place of the offending one.
     """
+    if n is None:
+        n = params.beam_width if isinstance(params, BeamSearchParams) else params.n
     interval = context.settings.stream_interval if stream_interval is None else stream_interval
 
     def submit(place: int, prompt: Prompt) -> Coroutine[Any, Any, RequestStream]:

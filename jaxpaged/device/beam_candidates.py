@@ -14,7 +14,6 @@ from jax import lax
 from jaxpaged.beam_params import MAX_BEAM_WIDTH
 from jaxpaged.device.sampling_state import BEAM, SampleRows, SlotState, live_flags
 
-
 MAX_ENDING_TOKENS = 16
 """EOS and stop ids of a search that is narrower than this."""
 

@@ -25,7 +25,7 @@ from jaxpaged.device.compile_ledger import known_deprecations
 from jaxpaged.device.kv_cache import KVLayout, make_pools
 from jaxpaged.device.model_loader import LoadedModel
 from jaxpaged.device.packing import RowRequest, pack
-from jaxpaged.device.runner import layout_of, over_mesh
+from jaxpaged.device.programs import layout_of, over_mesh
 from jaxpaged.device.sampling_state import empty_slot_state, row_fields
 from jaxpaged.device.step import EngineState, StepSettings, Weights, make_trunk
 from jaxpaged.errors import InvalidRequestError

@@ -8,32 +8,37 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.plan import ScheduledRow
 from jaxpaged.device.attention import PagedAttention
 from jaxpaged.device.beam_candidates import split_candidates
-from jaxpaged.device.buckets import ROW_MULTIPLE, Buckets, StepShape, round_up
-from jaxpaged.device.compile_ledger import CompileLedger, known_deprecations
-from jaxpaged.device.kv_cache import KVLayout, copy_blocks, make_pools, pool_specs
+from jaxpaged.device.buckets import Buckets, StepShape
+from jaxpaged.device.compile_ledger import CompileLedger
+from jaxpaged.device.kv_cache import make_pools
 from jaxpaged.device.model_loader import LoadedModel
 from jaxpaged.device.packing import Layout, PackedStep, RowRequest, is_decode, pack
+from jaxpaged.device.programs import (
+    copy_sizes,
+    everywhere,
+    jit_admit,
+    jit_copy,
+    jit_step,
+    layout_of,
+)
 from jaxpaged.device.sampler import HostSamples, unpack
-from jaxpaged.device.sampling_state import SlotState, SlotValues, empty_slot_state, write_slot
+from jaxpaged.device.sampling_state import SlotValues, empty_slot_state
 from jaxpaged.device.step import (
     EngineState,
-    StepFunction,
     StepOutput,
     StepSettings,
     Weights,
-    make_step,
 )
 from jaxpaged.device.weight_update import (
     HostWeights,
@@ -46,10 +51,8 @@ from jaxpaged.device.weight_update import (
 )
 from jaxpaged.errors import ConfigError, UnavailableError
 from jaxpaged.models.config import ModelConfig
-from pallas_kernels.paged_kv import PagedKV
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 Progress = Callable[[int, int, str], None]
 """(done, total, program) while warming up."""
 
@@ -108,15 +111,14 @@ class Runner:
         """The weights while they sleep in host memory."""
         self._kv_layout = settings.kv_layout
         self._deterministic = settings.determinism.promised
-        self._replicated = NamedSharding(self._mesh, PartitionSpec())
         self._make_slots = jax.jit(
             functools.partial(empty_slot_state, max_num_seqs, max_model_len),
-            out_shardings=self._replicated,
+            out_shardings=everywhere(loaded),
         )
-        self._step = _jit_step(self, loaded, settings)
-        self._admit = _jit_admit(self)
-        self._copy = _jit_copy(self)
-        self._copy_sizes = _copy_sizes(max_num_seqs * len(settings.kv_layout.windows))
+        self._step = jit_step(loaded, backend, settings, self.ledger)
+        self._admit = jit_admit(loaded, self.ledger)
+        self._copy = jit_copy(loaded, self.ledger, config.block_size)
+        self._copy_sizes = copy_sizes(max_num_seqs * len(settings.kv_layout.windows))
         self._state: EngineState | None = self._first_state()
         self._lasting_bytes = self._measured()
 
@@ -191,14 +193,6 @@ class Runner:
             self._model, self.num_blocks, self._block_size, self._cache_dtype, self._mesh
         )
         return EngineState(pools, self._make_slots())
-
-    @property
-    def state_shardings(self) -> EngineState:
-        shardings: EngineState = jax.tree.map(
-            functools.partial(NamedSharding, self._mesh),
-            state_specs(self._model, self._cache_dtype),
-        )
-        return shardings
 
     def reset(self) -> None:
         """A new, zeroed pool and slot state: after a failed step the donated ones are gone."""
@@ -394,155 +388,9 @@ class Runner:
         return time.perf_counter() - start
 
 
-def step_temporaries(
-    loaded: LoadedModel,
-    backend: PagedAttention,
-    buckets: Buckets,
-    settings: StepSettings,
-    max_num_seqs: int,
-    max_model_len: int,
-) -> int:
-    """Bytes of temporaries of the largest program, from XLA's own analysis of a compile with a pool
-    of two blocks.
-
-    Nothing is allocated: the program is lowered from shapes. (XLA's peak_memory is no use here;
-    temp is.)
-    """
-    shape = StepShape(buckets.max_rows, buckets.prefill[-1])
-    layout = layout_of(shape, max_model_len, settings.block_size, backend, settings.kv_layout)
-    state = jax.eval_shape(
-        lambda: EngineState(
-            make_pools(loaded.config, 2, settings.block_size, loaded.cache_dtype, loaded.mesh),
-            empty_slot_state(max_num_seqs, max_model_len),
-        )
-    )
-    step = jax.jit(
-        _step_over_mesh(make_step(loaded.parts, backend, settings), loaded),
-        static_argnames="layout",
-        donate_argnames="state",
-        compiler_options=settings.determinism.compiler_options,
-    )
-    ints = jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32)
-    floats = jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32)
-    with known_deprecations():
-        compiled = step.lower(loaded.weights, state, ints, floats, layout).compile()
-    analysis = compiled.memory_analysis()
-    return 0 if analysis is None else int(analysis.temp_size_in_bytes)
-
-
 def _bytes_on_first_device(arrays: Any) -> int:
     # From shapes: a look at the shards would leave second handles on what steps donate.
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(arrays)
     )
-
-
-def layout_of(
-    shape: StepShape,
-    max_model_len: int,
-    block_size: int,
-    backend: PagedAttention,
-    kv_layout: KVLayout,
-) -> Layout:
-    width = -(-max_model_len // block_size)
-    tile = backend.tile(shape.tokens, width * block_size)
-    return Layout(shape, width, tile, len(kv_layout.windows))
-
-
-def state_specs(model: ModelConfig, cache_dtype: jnp.dtype) -> EngineState:
-    """How the state is cut over the mesh: KV pools by heads, all else is on every device."""
-    slots: dict[str, Any] = dict.fromkeys(SlotState.__dataclass_fields__, PartitionSpec())
-    kv = [pool_specs(model, cache_dtype)] * KVLayout.of(model).num_pools
-    return EngineState(kv, SlotState(**slots))
-
-
-def over_mesh(
-    loaded: LoadedModel, *, inputs: int, outputs: Any
-) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Makes `run(weights, state, *inputs)` run on every device of the mesh at once: each has its
-    slice of weights and KV pools, and the layers say what they exchange. All that the host sends
-    is on every device; `outputs` are the specs of what comes back.
-    """
-    if loaded.mesh.size == 1:
-        return lambda run: run
-    weights = jax.tree.map(lambda leaf: leaf.sharding.spec, loaded.weights)
-    everywhere = PartitionSpec()
-    return functools.partial(
-        jax.shard_map,
-        mesh=loaded.mesh,
-        in_specs=(
-            weights,
-            state_specs(loaded.config, loaded.cache_dtype),
-            *[everywhere] * inputs,
-        ),
-        out_specs=outputs,
-        check_vma=False,
-    )
-
-
-def _step_over_mesh(step: StepFunction, loaded: LoadedModel) -> StepFunction:
-    everywhere: Any = PartitionSpec()
-    state = state_specs(loaded.config, loaded.cache_dtype)
-    outputs = (state, StepOutput(everywhere, everywhere, everywhere))
-    spread = over_mesh(loaded, inputs=2, outputs=outputs)
-
-    def run(
-        weights: Weights, state: EngineState, ints: jax.Array, floats: jax.Array, layout: Layout
-    ) -> tuple[EngineState, StepOutput]:
-        def on_device(
-            weights: Weights, state: EngineState, ints: jax.Array, floats: jax.Array
-        ) -> tuple[EngineState, StepOutput]:
-            return step(weights, state, ints, floats, layout)
-
-        return spread(on_device)(weights, state, ints, floats)
-
-    return run
-
-
-def _jit_step(
-    runner: Runner, loaded: LoadedModel, settings: StepSettings
-) -> Callable[..., tuple[EngineState, StepOutput]]:
-    step = _step_over_mesh(make_step(loaded.parts, runner._backend, settings), loaded)
-
-    def jaxpaged_step(
-        weights: Weights, state: EngineState, ints: jax.Array, floats: jax.Array, layout: Layout
-    ) -> tuple[EngineState, StepOutput]:
-        runner.ledger.traced()
-        return step(weights, state, ints, floats, layout)
-
-    replicated = runner._replicated
-    return jax.jit(
-        jaxpaged_step,
-        static_argnames="layout",
-        donate_argnames="state",
-        out_shardings=(
-            runner.state_shardings,
-            StepOutput(replicated, replicated, replicated),  # type: ignore[arg-type]
-        ),
-        compiler_options=settings.determinism.compiler_options,
-    )
-
-
-def _jit_admit(runner: Runner) -> Callable[..., SlotState]:
-    def jaxpaged_admit(state: SlotState, slot: jax.Array, values: SlotValues) -> SlotState:
-        runner.ledger.traced()
-        return write_slot(state, slot, values)
-
-    return jax.jit(
-        jaxpaged_admit, donate_argnames="state", out_shardings=runner.state_shardings.slots
-    )
-
-
-def _jit_copy(runner: Runner) -> Callable[..., list[PagedKV]]:
-    def jaxpaged_copy(kv: list[PagedKV], blocks: jax.Array) -> list[PagedKV]:
-        runner.ledger.traced()
-        return copy_blocks(kv, blocks[0], blocks[1], block_size=runner._block_size)
-
-    return jax.jit(jaxpaged_copy, donate_argnames="kv", out_shardings=runner.state_shardings.kv)
-
-
-def _copy_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of blocks that are copied at once: a few, or as many as a step can ask for."""
-    few, all_of_them = ROW_MULTIPLE, round_up(most, ROW_MULTIPLE)
-    return (few,) if all_of_them <= few else (few, all_of_them)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from jaxpaged.core.groups import Group
 from jaxpaged.core.request import Request
@@ -36,6 +37,11 @@ def make_config(**changes: object) -> SchedulerConfig:
         "watermark": 0.0,
     }
     return SchedulerConfig(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def small_config(**changes: object) -> SchedulerConfig:
+    """A pool in which to check every block at every step costs little."""
+    return make_config(**{"num_blocks": 100, **changes})
 
 
 def make_request(name: str, prompt: Iterable[int], max_tokens: int = 8, **more: object) -> Request:
@@ -485,12 +491,14 @@ class Sim:
         known = min(row.start + row.num_tokens, len(values))
         for group, window in enumerate(config.windows):
             first = 0 if window is None else max(0, row.start - window + 1)
-            for index in range(first // size, -(-known // size)):
-                low = max(first, index * size)
-                high = max(low, min(known, (index + 1) * size))
-                stored = self.store[request.tables[group][index]][low % size :][: high - low]
-                expected = [value + group for value in values[low:high]]
-                assert stored == expected, f"{request!r}: group {group}, positions {low}..{high}"
+            blocks = request.tables[group][first // size : -(-known // size)]
+            stored = list(chain.from_iterable(self.store[block] for block in blocks))
+            skipped = first // size * size
+            stored = stored[first - skipped : max(first, known) - skipped]
+            expected = (
+                [value + group for value in values[first:known]] if group else values[first:known]
+            )
+            assert stored == expected, f"{request!r}: group {group}, positions {first}..{known}"
 
     def _expected_values(self, request: Request) -> list[int]:
         """The value at each position whose token is known."""

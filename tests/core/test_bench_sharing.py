@@ -77,6 +77,7 @@ def test_a_recorded_search_that_ends_is_followed_by_the_next(tmp_path: Path) -> 
 
 
 def test_a_small_pool_preempts_and_all_the_same_computes_what_it_must() -> None:
-    report = run("--requests", "6", "--sigma", "0.7", "--pool-tokens", "12800")
+    small = ("--max-model-len", "512", "--pool-tokens", "3200")
+    report = run("--requests", "12", "--sigma", "0.7", *small)
     results = report["sharegpt, sigma 0.7"]
     assert results["samples"]["6"]["preemptions"] > 0

@@ -1,4 +1,4 @@
-"""Groups among single requests, anything in any order: a hypothesis state machine, and long runs."""
+"""Groups among single requests, anything in any order: a hypothesis state machine."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class GroupMachine(RuleBasedStateMachine):
 
 
 GroupMachine.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

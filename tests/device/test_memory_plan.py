@@ -23,7 +23,7 @@ from jaxpaged.device.memory_plan import (
     plan_memory,
     round_blocks,
 )
-from jaxpaged.device.runner import step_temporaries
+from jaxpaged.device.programs import step_temporaries
 from jaxpaged.errors import ConfigError
 from jaxpaged.models.config import ModelConfig
 from tests.device.model_shapes import LLAMA_3_8B, TINY

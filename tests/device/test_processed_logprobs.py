@@ -61,8 +61,16 @@ def test_their_exponentials_sum_to_one() -> None:
     asks = [
         asking(Ask(noise(n, vocab=MAX_LOGPROBS), SamplingParams(**fields), seed=n))
         for n, fields in enumerate(
-            [{}, {"temperature": 0.4}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}]
-            + [{"temperature": 0.0}, {"logit_bias": {1: -50.0}}, {"allowed_token_ids": [2, 4]}]
+            [
+                {},
+                {"temperature": 0.4},
+                {"top_k": 3},
+                {"top_p": 0.6},
+                {"min_p": 0.2},
+                {"temperature": 0.0},
+                {"logit_bias": {1: -50.0}},
+                {"allowed_token_ids": [2, 4]},
+            ]
         )
     ]
     out = sample(asks)

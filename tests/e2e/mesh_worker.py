@@ -82,9 +82,7 @@ def tokens(
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def updated(
-    folders: list[str], size: int, prompts: list[list[int]], count: int
-) -> dict[str, Any]:
+def updated(folders: list[str], size: int, prompts: list[list[int]], count: int) -> dict[str, Any]:
     """Greedy tokens with the first checkpoint's weights, and after swaps to the second's: from its
     folder, its tensors, a trainer's module, and after a sleep in host memory.
     """

@@ -31,6 +31,8 @@ MODELS = (LLAMA, "gemma2", "opt", "mixtral", "deepseek-v3-one-group")
 TOLERANCE = {"rel": 1e-5, "abs": 1e-4}
 """Of scores, which a penalty below 0 makes large."""
 EOS = 1
+SMALL_POOL = {"gemma2": 130, "opt": 55}
+"""Blocks that are too few for all searches at once; Gemma has three tables of them."""
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 
 
@@ -128,6 +130,7 @@ def test_the_hypotheses_of_transformers(
     else:
         with small_llm(folder_of(name), **WIDE) as llm:
             check_all(llm, searches)
+            check_small_pool(llm, searches, SMALL_POOL.get(name, 90))
 
 
 def check_all(llm: LLM, searches: list[Network]) -> None:
@@ -137,6 +140,15 @@ def check_all(llm: LLM, searches: list[Network]) -> None:
     ):
         check(output, one)
         check_form(output, one.beam_params)
+
+
+def check_small_pool(llm: LLM, searches: list[Network], num_blocks: int) -> None:
+    """Some are put back and recomputed; windows, latent caches and experts do not mind."""
+    narrow = [s for s in searches if s.beam_params.beam_width < 33]
+    engine = engine_over(llm, num_blocks=num_blocks)
+    for output, one in zip(search(engine, narrow), narrow, strict=True):
+        check(output, one)
+    assert engine.stats().preemptions > 0
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch, the oracle")
@@ -263,7 +275,7 @@ def test_searches_together_find_what_each_finds_alone(
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-@pytest.mark.parametrize("num_blocks", [90, 130])
+@pytest.mark.parametrize("num_blocks", [60, 90])
 def test_a_small_pool_changes_nothing(
     llm: LLM, alone: list[RequestOutput], caching: bool, num_blocks: int
 ) -> None:
@@ -309,7 +321,7 @@ def test_beside_ordinary_requests(llm: LLM, alone: list[RequestOutput], caching:
         plain += llm.generate([prompt], params, use_tqdm=False)
     searches = [s for s in stored_networks(LLAMA) if s.beam_params.beam_width in (4, 8, 12)]
     wanted = [o for o in alone if len(o.outputs) in (4, 8, 12)]
-    engine = engine_over(llm, num_blocks=140, enable_prefix_caching=caching)
+    engine = engine_over(llm, num_blocks=80, enable_prefix_caching=caching)
     done: dict[str, RequestOutput] = {}
     for i, (prompt, params) in enumerate(zip(prompts, given, strict=True)):
         engine.add_request(f"plain {i}", prompt, params)
@@ -409,13 +421,13 @@ def test_aborted_at_any_time_it_gives_what_it_has(llm: LLM) -> None:
         engine.add_request("gone", prompt, params)
         for _ in range(steps):
             if engine.has_unfinished_requests():
-                assert all(not o.finished for o in engine.step()) or steps > 11
+                engine.step()
         if not engine.has_unfinished_requests():
             break
         engine.abort("gone")
-        output = drain(engine)["gone"]
-        check_aborted(output.outputs)
-        counts.append(len(output.outputs[0].token_ids))
+        found = drain(engine)["gone"].outputs
+        check_aborted(found)
+        counts.append(len(found[0].token_ids))
     assert counts[0] == 0
     assert counts == sorted(counts)
     assert counts[-1] >= 8
@@ -495,25 +507,32 @@ def test_texts(llm: LLM) -> None:
     """The tokens' text, without the token that ended a hypothesis unless it is asked for."""
     (one,) = (s for s in stored_networks(LLAMA)[:10:2] if s.beam_params.beam_width == 8)
     tokenizer = llm.get_tokenizer()
-    shown, bare, none = llm.beam_search(
-        [one.prompt] * 3,
+    bare, ending, special, none = llm.beam_search(
+        [one.prompt] * 4,
         [
-            dataclasses.replace(
-                one.beam_params, include_stop_str_in_output=True, skip_special_tokens=False
-            ),
             one.beam_params,
+            dataclasses.replace(one.beam_params, include_stop_str_in_output=True),
+            dataclasses.replace(one.beam_params, skip_special_tokens=False),
             dataclasses.replace(one.beam_params, detokenize=False),
         ],
         use_tqdm=False,
     )
+
+    def check_text(c: CompletionOutput, *, cut: bool, skip: bool = True) -> None:
+        tokens = c.token_ids[:-1] if cut else c.token_ids
+        whole = tokenizer.backend.decode(one.prompt + tokens, skip_special_tokens=skip)
+        assert c.text
+        assert whole.endswith(c.text)
+
     stopped = [c.finish_reason == "stop" for c in bare.outputs]
     assert any(stopped)
-    for ends, with_it, without in zip(stopped, shown.outputs, bare.outputs, strict=True):
-        tokens = with_it.token_ids
-        whole = tokenizer.backend.decode(one.prompt + tokens, skip_special_tokens=False)
-        assert whole.endswith(with_it.text)
-        assert with_it.text.startswith(without.text.rstrip("\ufffd"))
-        assert (len(with_it.text) > len(without.text)) == ends
+    for i, ends in enumerate(stopped):
+        check_text(bare.outputs[i], cut=ends)
+        check_text(ending.outputs[i], cut=False)
+        check_text(special.outputs[i], cut=ends, skip=False)
+        assert (ending.outputs[i].text != bare.outputs[i].text) == ends
+    assert any("<|" in c.text for c in special.outputs)
+    assert not any("<|" in c.text for c in bare.outputs)
     assert {c.text for c in none.outputs} == {""}
     assert [c.token_ids for c in none.outputs] == [c.token_ids for c in bare.outputs]
 

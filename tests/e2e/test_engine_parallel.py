@@ -55,7 +55,9 @@ def test_samples_share_the_blocks_of_the_prompt(tokens: int, copies: int, cachin
     engine.step()
     tables = [r.block_ids.tolist() for r in engine.scheduler.running]
     full = tokens // BLOCK_SIZE
-    assert len(tables) == 4 and {tuple(table[:full]) for table in tables} == {tuple(tables[0][:full])}
+    assert len(tables) == 4 and {tuple(table[:full]) for table in tables} == {
+        tuple(tables[0][:full])
+    }
     assert len({table[full] for table in tables}) == 4
     drain(engine)
     stats = engine.stats()

@@ -1,5 +1,5 @@
-"""Several choices of one prompt over HTTP: each with its index and one end, whoever is faster; usage;
-and clients that leave a group, in every phase and in any way.
+"""Several choices of one prompt over HTTP: each with its index and one end, whoever is faster;
+usage; and clients that leave a group, in every phase and in any way.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.sampling_params import SamplingParams
 from server.context import Context
 from server.errors import ApiError
@@ -54,6 +55,24 @@ def test_prompts_times_samples() -> None:
             assert usage.completion_tokens == sum(len(p.token_ids) for p in pieces)
             told = [p.index for p in pieces if p.prompt_logprobs is not None]
             assert sorted(told) == [0, 2]
+            await settled(engine)
+
+    asyncio.run(run())
+
+
+def test_of_a_search_the_best_are_told() -> None:
+    async def run() -> None:
+        async with running(Script([5, 6, 7], end=False)) as engine:
+            context, search = context_for(engine), BeamSearchParams(beam_width=3, max_tokens=4)
+            whole = await pieces_of(await start_run(context, "a", [[8], [9]], search))
+            assert [p.index for p in whole] == list(range(6))
+            assert [p.finish_reason for p in whole] == ["length"] * 6
+            assert whole[0].token_ids == [5, 6, 7, 5]
+            run = await start_run(context, "b", [[8], [9]], search, n=2)
+            best = await pieces_of(run)
+            assert [p.index for p in best] == list(range(4))
+            assert [p.token_ids for p in best] == [whole[i].token_ids for i in (0, 1, 3, 4)]
+            assert run.usage().completion_tokens == 16
             await settled(engine)
 
     asyncio.run(run())

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpaged.device import runner
+from jaxpaged.device import programs
 from jaxpaged.device.attention import AttentionSizes
 from jaxpaged.device.attention_choice import choose_backend
 from jaxpaged.device.buckets import StepShape
@@ -118,20 +118,14 @@ def _program(case: StepCase) -> Program:
             determinism=chosen,
         )
         shape = StepShape(ROWS, case.prompt_tokens)
-        layout = runner.layout_of(shape, MAX_LEN, BLOCK_SIZE, backend, settings.kv_layout)
+        layout = programs.layout_of(shape, MAX_LEN, BLOCK_SIZE, backend, settings.kv_layout)
         state = jax.eval_shape(
             lambda: EngineState(
                 make_pools(model, NUM_BLOCKS, BLOCK_SIZE, cache_dtype, mesh),
                 empty_slot_state(ROWS, MAX_LEN),
             )
         )
-        owner: Any = SimpleNamespace(
-            ledger=CompileLedger(),
-            _backend=backend,
-            _replicated=everywhere,
-            state_shardings=jax.tree.map(lambda _: everywhere, state),
-        )
-        step: Any = runner._jit_step(owner, loaded, settings)
+        step: Any = programs.jit_step(loaded, backend, settings, CompileLedger())
         inputs = placed(
             [
                 jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32),
