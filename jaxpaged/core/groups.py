@@ -1,8 +1,9 @@
 """Requests that share their KV by forks: the n samples of a prompt, or the beams of a search.
 
 A group is admitted, set back and resumed as one, since its members hold the same blocks. What they
-have in common is computed once, by its leader; then the others take the leader's blocks by
-reference (PagedAttention, arXiv 2309.06180, section 4.4) and write to copies.
+have in common is computed once, by one that leads; then the others take its blocks by reference
+(PagedAttention, arXiv 2309.06180, section 4.4) and write to copies. Members that resume form a
+tree: where they part, those that still go the same way follow one of them, and so on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Group:
     than all where there are fewer continuations. The others keep their slots.
     """
 
-    __slots__ = ("fork_at", "is_beams", "leader", "live", "members")
+    __slots__ = ("is_beams", "is_stuck", "live", "lone_length", "members")
 
     def __init__(self, members: Sequence[Request], *, is_beams: bool = False) -> None:
         self.is_beams = is_beams
@@ -28,10 +29,10 @@ class Group:
         """All that have not ended, in the order of their indices."""
         self.live = self.members[:1] if is_beams else list(self.members)
         """Those with tokens of their own; beams in the order of the search."""
-        self.leader: Request | None = None
-        """Who computes what all will share; None while the group waits, and after the fork."""
-        self.fork_at = 0
-        """Tokens that are computed once."""
+        self.lone_length = -1
+        """Tokens of each beam when the search last ran out of blocks with nobody beside it."""
+        self.is_stuck = False
+        """It has run out of them twice at the same length."""
         for member in self.members:
             member.group = self
 
@@ -40,23 +41,14 @@ class Group:
         """True before the first token: all members draw it from the same logits."""
         return self.live[0].num_output_tokens == 0
 
-    def set_fork_point(self) -> None:
-        """Choose what is computed once: the prompt, or after a preemption all that the live members
-        have in common. Each keeps at least one token to compute, whose logits are its own.
-        """
-        first = self.live[0]
-        if self.is_fresh:
-            self.fork_at = first.num_tokens
-        else:
-            rest = [member.token_ids for member in self.live[1:]]
-            end = min(member.num_tokens for member in self.live) - 1
-            for other in rest:
-                end = common_length(first.token_ids, other, end)
-            self.fork_at = end
+    @property
+    def common(self) -> int:
+        """Tokens that all live members begin with and that are computed once."""
+        return common_start(self.live)
 
-    def followers(self) -> list[Request]:
-        """Live members that wait for the leader."""
-        return [member for member in self.live if member.awaits_fork]
+    def followers(self, leader: Request) -> list[Request]:
+        """Members that wait for this one."""
+        return [member for member in self.live if member.leader is leader]
 
     def leave(self, member: Request) -> None:
         """The member goes on alone, or has ended. A last one needs no group."""
@@ -68,6 +60,7 @@ class Group:
             last = self.members.pop()
             self.live.clear()
             last.group = None
+            last.fork_at = 0
 
     def dissolve(self) -> None:
         """Every member goes on alone."""
@@ -75,7 +68,6 @@ class Group:
             member.group = None
         self.members.clear()
         self.live.clear()
-        self.leader = None
 
     def split(self, count: int) -> None:
         """Keep the first `count` samples; the rest, which must wait too, is a group of its own."""
@@ -94,8 +86,60 @@ def make_groups(members: Sequence[Request], most: int) -> None:
             Group(part)
 
 
+def lead(members: Sequence[Request]) -> None:
+    """The first computes what they all begin with; the others wait for it."""
+    leader, *followers = members
+    leader.fork_at = common_start(members) if followers else 0
+    for follower in followers:
+        follower.leader, follower.awaits_fork = leader, True
+
+
+def common_start(members: Sequence[Request]) -> int:
+    """Tokens that are computed once: of members without outputs the whole prompt, as all draw from
+    its logits; else what they have in common, but each keeps a token to compute, whose logits are
+    its own.
+    """
+    first = members[0]
+    if len(members) == 1 or first.num_output_tokens == 0:
+        return first.num_tokens
+    end = min(member.num_tokens for member in members) - 1
+    for other in members[1:]:
+        end = common_length(first.token_ids, other.token_ids, end)
+    return end
+
+
+def branches(members: Sequence[Request], start: int) -> list[list[Request]]:
+    """Part members that have their first `start` tokens in common by the token that follows. One
+    with no more than that token to compute goes alone.
+    """
+    parts: dict[int | Request, list[Request]] = {}
+    for member in members:
+        last = member.num_tokens - 1 <= start
+        parts.setdefault(member if last else member.token_ids[start], []).append(member)
+    return list(parts.values())
+
+
+def shared_lengths(members: Sequence[Request]) -> list[tuple[int, int]]:
+    """(tokens, tokens that it shares with one before it) of each member, in such an order that the
+    latter are what a tree of them saves.
+    """
+    ordered = sorted(members, key=lambda member: member.token_ids)
+    lengths, before = [], ordered[0]
+    for member in ordered:
+        most = min(before.num_tokens, member.num_tokens) - 1
+        shared = 0 if member is before else common_length(before.token_ids, member.token_ids, most)
+        lengths.append((member.num_tokens, shared))
+        before = member
+    return lengths
+
+
 def common_length(a: Sequence[int], b: Sequence[int], most: int) -> int:
     """How many tokens, at most so many, two sequences begin with in common."""
-    if a[:most] == b[:most]:
-        return most
-    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

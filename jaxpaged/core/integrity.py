@@ -59,10 +59,10 @@ def _holds_nothing(request: Request) -> bool:
 
 
 def _check_group(group: Group) -> None:
-    """Members wait or run together; those that await the fork are the others than the leader, or
-    beams that are not live.
+    """Members wait or run together. Those that await a fork follow another one that runs and has
+    not come to the point yet, or are beams that are not live.
     """
-    members, leader = group.members, group.leader
+    members = group.members
     require(0 < len(members) == len(set(members)), "a group is empty or has a member twice")
     require(group.is_beams or len(members) > 1, f"{members[0]!r} is in a group of its own")
     require(group.is_beams or group.live == members, f"{members[0]!r}: live and members differ")
@@ -70,13 +70,17 @@ def _check_group(group: Group) -> None:
     require(all(m.group is group for m in members), f"{members[0]!r}: a member of another group")
     runs = {m.status is RequestStatus.RUNNING for m in members}
     require(len(runs) == 1, f"{members[0]!r}: not all of a group run")
-    require(leader is None or leader in group.live, f"{leader!r} leads a group and is not live")
-    if runs == {False}:
-        require(leader is None, f"{leader!r} leads a group that waits")
-        return
     for member in members:
-        follows = member not in group.live or (leader is not None and member is not leader)
-        require(member.awaits_fork == follows, f"{member!r}: awaits_fork is not {follows}")
+        leader = member.leader
+        waits = runs == {True} and (leader is not None or member not in group.live)
+        require(member.awaits_fork == waits, f"{member!r}: awaits_fork is not {waits}")
+        if leader is None:
+            continue
+        require(leader in group.live and not leader.awaits_fork, f"{member!r} follows {leader!r}")
+        late = leader.num_computed_tokens >= leader.fork_at
+        require(not late, f"{leader!r} has passed {leader.fork_at}, where {member!r} waits")
+        common = leader.token_ids[: leader.fork_at] == member.token_ids[: leader.fork_at]
+        require(common, f"{member!r} follows {leader!r}, which goes another way")
 
 
 def _check_request(scheduler: Queues, request: Request) -> None:

@@ -102,6 +102,15 @@ class KVManager:
         more = self.blocks_for(request.num_tokens + 1) - fork_at // self.block_size
         return sum(min(more, cap) for cap in self.caps)
 
+    def blocks_of_tree(self, lengths: Sequence[tuple[int, int]]) -> int:
+        """Blocks of several requests, by their tokens and what each shares with another (see
+        `groups.shared_lengths`).
+        """
+        ends = [self.blocks_for(tokens) for tokens, _ in lengths]
+        starts = [shared // self.block_size for _, shared in lengths]
+        total = sum(ends) - sum(starts)
+        return sum(min(total, sum(min(end, cap) for end in ends)) for cap in self.caps)
+
     def extend_hashes(self, request: Request) -> None:
         """Bring `request.block_hashes` up to its known tokens."""
         if not self.enable_caching:

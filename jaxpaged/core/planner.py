@@ -6,7 +6,7 @@ more of the difference; a step mixes decode rows with chunks of prompts.
 
 from __future__ import annotations
 
-from jaxpaged.core.groups import Group
+from jaxpaged.core.groups import Group, branches, lead, shared_lengths
 from jaxpaged.core.plan import ScheduledRow, ScheduledStep
 from jaxpaged.core.queues import Queues
 from jaxpaged.core.refusals import outgrown_text
@@ -62,8 +62,8 @@ class Planner(Queues):
             if group is not None:
                 if request.awaits_fork or (group.is_beams and request.num_inflight):
                     continue
-                if group.leader is request:
-                    count = min(count, group.fork_at - start)
+                if request.fork_at:
+                    count = min(count, request.fork_at - start)
             if count > 1:
                 count = min(count, cap, budget)
             while not allocate_slots(request, count):
@@ -99,6 +99,8 @@ class Planner(Queues):
             group = head.group
             request = head if group is None else group.live[0]
             needed = self._blocks_needed(request)
+            if group is not None and group.is_stuck:
+                needed = max(needed, kv.pool.num_usable + 1)
             if needed > kv.pool.num_usable:
                 self._fail(request, outgrown_text(request, config, needed))
                 continue
@@ -108,13 +110,13 @@ class Planner(Queues):
             target = request.num_tokens
             if group is not None:
                 # What the other members will hold, on top of what their leader does.
-                headroom += needed - kv.blocks_of_branch(request, 0)
-                target = group.fork_at
+                headroom += needed - kv.blocks_of_tree([(request.num_tokens, 0)])
+                target = group.common
             taken = self._take_blocks(request, target, min(cap, budget), headroom)
             if taken is None:
                 break
             num_hit, count = taken
-            self._start(request, num_hit)
+            self._start(request, num_hit, target)
             rows.append(self._row(request, num_hit, count))
             self._commit(rows, len(rows) - 1)
             budget -= count
@@ -170,7 +172,6 @@ class Planner(Queues):
         if len({member.rope_regime for member in members}) > 1:
             group.dissolve()  # equal tokens, but not equal keys
             return True
-        group.set_fork_point()
         if not group.is_beams:
             self._fit_group(group)
         return request.group is None or len(self._free_slots) >= len(group.members)
@@ -178,7 +179,8 @@ class Planner(Queues):
     def _fit_group(self, group: Group) -> None:
         """Part a waiting group of samples that needs more than the whole pool."""
         count, room = len(group.members), self.kv.pool.num_usable
-        sizes = [self.kv.blocks_of_branch(member, group.fork_at) for member in group.members]
+        common = group.common
+        sizes = [self.kv.blocks_of_branch(member, common) for member in group.members]
         sizes[0] = self.kv.blocks_of_branch(group.members[0], 0)
         while count > 1 and sum(sizes[:count]) > room:
             count -= 1
@@ -186,16 +188,16 @@ class Planner(Queues):
             group.split(count)
 
     def _blocks_needed(self, request: Request) -> int:
-        """Blocks of all known tokens of a waiting request and its group; of a group also those that
-        its first step takes, in which its members part.
+        """Blocks of all known tokens of a waiting request and its group; before the first token of
+        a group also those of that token, with which its members part.
         """
         group = request.group
         if group is None:
             return self.config.blocks_for_sequence(request.num_tokens)
-        branch = self.kv.blocks_of_branch
-        first = group.live[0]
-        others = group.members[1:] if group.is_fresh else group.live[1:]
-        return branch(first, 0) + sum(branch(member, group.fork_at) for member in others)
+        if not group.is_fresh:
+            return self.kv.blocks_of_tree(shared_lengths(group.live))
+        shared, others = request.num_tokens, len(group.members) - 1
+        return self.kv.blocks_of_tree([(shared + 1, 0), *[(shared + 1, shared)] * others])
 
     def _promised_blocks(self) -> int:
         """Blocks that running requests still need for tokens known already. They were admitted
@@ -206,11 +208,10 @@ class Planner(Queues):
         return known + self.kv.copies_to_come(self._running)
 
     def _blocks_to_come(self, request: Request) -> int:
-        group = request.group
-        if group is None or not request.awaits_fork:
+        if not request.awaits_fork:
             return self.kv.blocks_to_come(request)
-        if request in group.live:
-            return self.kv.blocks_of_branch(request, group.fork_at)
+        if request.leader is not None:
+            return self.kv.blocks_of_branch(request, request.leader.fork_at)
         return 0  # a beam that has not begun
 
     def _row(self, request: Request, start: int, count: int) -> ScheduledRow:
@@ -235,34 +236,45 @@ class Planner(Queues):
             self.stats.prompt_tokens += max(0, min(end, request.num_prompt_tokens) - first_time)
             if row.start < request.num_prompt_tokens <= end:
                 self.kv.register_tail(request)
-        group = request.group
-        if group is not None and group.leader is request and end == group.fork_at:
-            self._fork_group(rows, index, group)
+        if request.fork_at == end and request.group is not None:
+            self._fork_group(rows, index, request.group)
 
     def _fork_group(self, rows: list[ScheduledRow], index: int, group: Group) -> None:
-        """What the group has in common is computed: every other live member goes its own way, with
-        a first token from the leader's logits, or with the tokens that it has.
+        """A row has computed what others wait for. Before the first token all draw it from the same
+        logits; else they part by their next one, and of those that go the same way one leads on.
         """
-        leader, fresh = rows[index].request, group.is_fresh
-        group.leader = None
-        for member in group.live:
-            if not member.awaits_fork:
-                continue
-            # A member that resumes may find more than that in the cache.
-            hits, num_hit = ([], 0) if fresh else self.kv.get_computed_blocks(member)
-            if num_hit > group.fork_at:
-                member.awaits_fork = False
-                self.kv.share(leader, member, hits, num_hit)
-            else:
+        leader = rows[index].request
+        followers, end = group.followers(leader), leader.fork_at
+        leader.fork_at = 0
+        if group.is_fresh:
+            for member in followers:
                 self._fork(leader, member)
-            if fresh:
-                row = self._row(member, group.fork_at, 0)
+                row = self._row(member, end, 0)
                 row.source = index
                 member.num_inflight += row.samples
                 rows.append(row)
+            return
+        for branch in branches([leader, *followers], end):
+            head = branch[0]
+            lead(branch)
+            if head is not leader:
+                self._branch_off(leader, head)
 
-    def _start(self, request: Request, num_hit: int) -> None:
-        """Take the head of the queue, and with it its whole group, out of it."""
+    def _branch_off(self, leader: Request, member: Request) -> None:
+        """A member that resumes goes its own way. It may find more than the leader's in the cache,
+        but must not get beyond the point where others wait for it.
+        """
+        hits, num_hit = self.kv.get_computed_blocks(member, member.fork_at or None)
+        if num_hit > leader.num_computed_tokens:
+            member.awaits_fork, member.leader = False, None
+            self.kv.share(leader, member, hits, num_hit)
+        else:
+            self._fork(leader, member)
+
+    def _start(self, request: Request, num_hit: int, target: int) -> None:
+        """Take the head of the queue, and with it its whole group, out of it. `num_hit` of the
+        `target` tokens that were looked up are in the cache.
+        """
         resumed = request.status is RequestStatus.PREEMPTED
         group = request.group
         for member in [request] if group is None else group.members:
@@ -279,9 +291,8 @@ class Planner(Queues):
                 self._num_admitted += 1
         request.num_computed_tokens = request.num_hit_tokens = num_hit
         if group is not None:
-            group.leader = request
+            lead(group.live)
         if self.config.enable_prefix_caching and not request.skip_prefix_cache:
-            target = request.num_tokens if group is None else group.fork_at
             self.stats.record_lookup(target, num_hit, resumed=resumed)
         if not resumed:
             request.num_cached_tokens = num_hit

@@ -112,7 +112,7 @@ class Queues:
             ending.finish_reason, ending.error = reason, error
             ending.epoch += 1
             ending.num_inflight = 0
-            ending.awaits_fork = False
+            ending.stand_alone()
             if not was_running:
                 self._waiting.note_finished()
             del self._requests[ending.request_id]
@@ -122,11 +122,14 @@ class Queues:
         """A sample goes on alone, or ends. If the others still wait for the prompt that it
         computes, one of them takes that over.
         """
-        followers = group.followers()
-        if group.leader is request:
-            group.leader = followers[0] if followers else None
-            if group.leader is not None:
-                self._fork(request, group.leader)
+        followers = group.followers(request)
+        if followers:
+            heir = followers[0]
+            self._fork(request, heir)
+            heir.fork_at = request.fork_at
+            for follower in followers[1:]:
+                follower.leader = heir
+        request.stand_alone()
         group.leave(request)
 
     def amend_ending(
@@ -174,7 +177,14 @@ class Queues:
         group = victim.group
         if group is None:
             return [victim]
-        if group.is_beams or len(group.members) < len(self._running):
+        alone = len(group.members) == len(self._running)
+        if group.is_beams and alone:
+            # What it takes is counted when it resumes. Should it not get further with that, it is
+            # to end rather than to try for ever.
+            length = group.live[0].num_tokens
+            group.is_stuck = length == group.lone_length
+            group.lone_length = length
+        if group.is_beams or not alone:
             return group.members[::-1]
         last = group.members[-1]
         self._leave_group(last, group)
@@ -190,14 +200,11 @@ class Queues:
         request.recompute_until = max(request.recompute_until, request.num_computed_tokens)
         self._release(request)
         request.status = RequestStatus.PREEMPTED
-        request.awaits_fork = False
-        group = request.group
-        if group is not None:
-            group.leader = None
-            if group.is_beams:
-                # What is in flight is computed again: a search cannot go on while it waits.
-                request.epoch += 1
-                request.num_inflight = 0
+        request.stand_alone()
+        if request.is_beam:
+            # What is in flight is computed again: a search cannot go on while it waits.
+            request.epoch += 1
+            request.num_inflight = 0
         self._waiting.push(request)
 
     def _preempt_all(self) -> None:
@@ -212,7 +219,7 @@ class Queues:
         del self._running[request]
 
     def _fork(self, parent: Request, child: Request) -> None:
-        child.awaits_fork = False
+        child.awaits_fork, child.leader = False, None
         self.kv.fork(parent, child)
         self.stats.forks += 1
 

@@ -38,7 +38,9 @@ class Request:
         "epoch",
         "error",
         "finish_reason",
+        "fork_at",
         "group",
+        "leader",
         "max_tokens",
         "min_tokens",
         "num_cached_tokens",
@@ -131,6 +133,10 @@ class Request:
         """The requests that it shares KV with from the start, and is admitted and set back with."""
         self.awaits_fork = False
         """Running, but another one of its group still computes what it will share."""
+        self.leader: Request | None = None
+        """That other one; None for a beam that has not begun."""
+        self.fork_at = 0
+        """Tokens at which others wait for it; 0 if nobody does."""
         self.shares_tail = False
         """Its last block may have other holders, and must be copied before it is written."""
         self.epoch = 0
@@ -165,6 +171,10 @@ class Request:
         self.tail_hash = parent.tail_hash
         self.rope_length, self.rope_regime = parent.rope_length, parent.rope_regime
         self.recompute_until = parent.recompute_until
+
+    def stand_alone(self) -> None:
+        """It waits for nobody, and nobody for it."""
+        self.awaits_fork, self.leader, self.fork_at = False, None, 0
 
     @property
     def block_ids(self) -> array[int]:

@@ -304,19 +304,65 @@ def test_what_was_in_flight_at_a_preemption_is_computed_again_and_used_once(
     sim.assert_outputs()
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3])
-def test_a_search_that_fits_just_so_comes_back(block_size: int) -> None:
-    """What it takes from the cache must not be a second copy of what its leader has computed."""
-    for width, step in itertools.product([3, 4], [4, 8]):
-        for num_blocks in range(7, 20):
-            sim = Sim(small_config(num_blocks=num_blocks, block_size=block_size), depth=1)
-            search = sim.add_beams("b", prompt(1), width, 12)
-            while sim.scheduler.has_unfinished and len(search.history) < step:
+def preempted_at(step: int, sim: Sim, search: Search) -> None:
+    """Turn until the search has gone on so many times, and set it back, if it has not ended."""
+    while sim.scheduler.has_unfinished and len(search.history) < step:
+        sim.turn()
+    for beam in search.members[::-1] if sim.scheduler.has_unfinished else ():
+        sim.scheduler._preempt(beam)
+
+
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_search_that_resumes_holds_no_more_than_before(*, caching: bool, windows: Any) -> None:
+    """Its beams share as a tree, not only what all of them have in common."""
+    more_than_the_stem = 0
+    for block_size, step in itertools.product([1, 2, 4], [3, 9, 13]):
+        settings = small_config(
+            num_blocks=200, block_size=block_size, enable_prefix_caching=caching, windows=windows
+        )
+        held = []
+        for disturbed in (False, True):
+            sim = Sim(settings, depth=1)
+            search = sim.add_beams("b", prompt(5), 5, 16)
+            if disturbed:
+                preempted_at(step, sim, search)
+                assert held_blocks(search) == 0
+            # Only the second step gives back what windows have left behind.
+            while len(search.history) < step + 2:
                 sim.turn()
-            for beam in search.members[::-1] if sim.scheduler.has_unfinished else ():
-                sim.scheduler._preempt(beam)
-            sim.run(limit=200)
-            sim.assert_outputs(allow_failed=True)
+            held.append(held_blocks(search))
+            live = [beam for beam in search.members if beam.num_blocks]
+            stem = set.intersection(*(set(beam.block_ids) for beam in live))
+            alone = sum(len(set(beam.block_ids) - stem) for beam in live)
+            more_than_the_stem += len(stem) + alone > len({b for r in live for b in r.block_ids})
+            sim.run()
+            sim.assert_outputs()
+        assert held[1] <= held[0], (block_size, step)
+    assert more_than_the_stem > 3
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_a_search_that_fits_just_so_comes_back(*, block_size: int, caching: bool) -> None:
+    """A preemption never ends a search that would have got through without."""
+    ended_right = 0
+    for width, step, num_blocks in itertools.product([3, 4], [4, 8], range(7, 30)):
+        settings = small_config(
+            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=caching
+        )
+        alone = Sim(settings, depth=1)
+        undisturbed = alone.add_beams("b", prompt(1), width, 12)
+        alone.run()
+        sim = Sim(settings, depth=1)
+        search = sim.add_beams("b", prompt(1), width, 12)
+        preempted_at(step, sim, search)
+        sim.run(limit=300)
+        sim.assert_outputs(allow_failed=True)
+        reasons = [found.members[0].finish_reason for found in (undisturbed, search)]
+        assert reasons[0] == reasons[1], (width, step, num_blocks)
+        ended_right += reasons[1] == "length" and search.members[0].num_preemptions > 0
+    assert ended_right > 20
 
 
 def test_many_searches_in_a_small_pool_all_end_right() -> None:
