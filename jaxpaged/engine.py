@@ -10,31 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.beam_params import BeamSearchParams
-from jaxpaged.beam_request import Beam, BeamState
-from jaxpaged.beam_search import Candidates
-from jaxpaged.completion import Completion, RequestState
+from jaxpaged.beam_request import BeamState
+from jaxpaged.completion import RequestState
 from jaxpaged.core.plan import ScheduledStep
-from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
-from jaxpaged.device.runner import Launched, Runner, StepResult
-from jaxpaged.device.sampler import STATUS_ALL_MASKED, STATUS_NOT_FINITE
+from jaxpaged.device.runner import Launched, Runner
+from jaxpaged.engine_results import Results, completion_of
 from jaxpaged.errors import EngineDeadError, InvalidRequestError, UnavailableError, told
 from jaxpaged.intake import Intake, Prompt
 from jaxpaged.metrics import EngineMetrics
-from jaxpaged.observer import EngineObserver
 from jaxpaged.outputs import EngineStats, RequestOutput
-from jaxpaged.recording import Recorder
 from jaxpaged.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 _ASLEEP_RETRY = 5.0
 """Seconds that HTTP clients are told to wait."""
-
-_ROW_ERRORS = {
-    STATUS_NOT_FINITE: "The model's logits are not finite (NaN or infinity) for this request.",
-    STATUS_ALL_MASKED: "No token can be drawn: allowed_token_ids, bad_words and min_tokens "
-    "together forbid them all.",
-}
 
 
 @dataclass(slots=True)
@@ -46,7 +36,7 @@ class _InFlight:
     """Seconds that the device had nothing to do before, at most; None after an idle time."""
 
 
-class Engine:
+class Engine(Results):
     """Continuous batching over one model. Single-threaded: one thread calls everything.
 
     `add_request`, then `step` until `has_unfinished_requests` is false. Each step returns the
@@ -66,22 +56,16 @@ class Engine:
         check_integrity: bool,
         eager: bool,
     ) -> None:
-        self.scheduler = scheduler
+        super().__init__(scheduler)
         self.runner = runner
         self.intake = intake
         self.default_params = default_params
         self._depth = 2 if async_scheduling else 1
         self._check_integrity = check_integrity
         self._eager = eager
-        self._states: dict[str, RequestState | BeamState] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._changed: dict[str, RequestState | BeamState] = {}
-        """Requests to report at the end of this step, in the order in which they changed."""
         self._held: list[RequestOutput] = []
         """Outputs of steps that nobody asked for, as weights came; the next step returns them."""
-        self._recorder = Recorder()
-        self.observer: EngineObserver | None = None
-        """Who is told of all that decides what is computed, such as a recording."""
         self._closed = False
 
     @property
@@ -207,7 +191,7 @@ class Engine:
             return False
         step = self.scheduler.schedule()
         for core in self.scheduler.take_failed():
-            self._ended(_completion(core))
+            self._ended(completion_of(core))
         if step is None:
             return False
         if self.observer is not None:
@@ -227,7 +211,7 @@ class Engine:
     def _launch(self, step: ScheduledStep, now: float) -> Launched:
         if step.copies:
             self.runner.copy_blocks(step.copies)
-        completions = [_completion(row.request) for row in step.rows]
+        completions = [completion_of(row.request) for row in step.rows]
         for row, completion in zip(step.rows, completions, strict=True):
             if row.admitted and completion.parent.times.scheduled is None:
                 completion.parent.times.scheduled = now
@@ -260,126 +244,6 @@ class Engine:
             host_gap=oldest.host_gap,
         )
         self._finish_step(oldest.step, result)
-
-    def _finish_step(self, step: ScheduledStep, result: StepResult) -> None:
-        places, samples, now = result.packed.order, result.samples, time.monotonic()
-        for row, start in zip(step.rows, result.packed.prompt_start, strict=True):
-            completion = _completion(row.request)
-            if (
-                start >= 0
-                and isinstance(completion, Completion)
-                and completion.row.wants_prompt_logprobs
-                and row.epoch == row.request.epoch
-            ):
-                assert result.prompt is not None
-                status = int(result.prompt.status[start : start + row.num_tokens].max())
-                if status in _ROW_ERRORS:
-                    self._finish(completion, "error", error=_ROW_ERRORS[status])
-                    continue
-                try:
-                    completion.parent.add_prompt_logprobs(
-                        result.prompt, start, row.start, row.num_tokens
-                    )
-                except Exception as error:
-                    self._fail_on_host(completion, error)
-        for row, place in zip(step.rows, places, strict=True):
-            message = _ROW_ERRORS.get(int(samples.status[place])) if row.samples else None
-            if message is not None and row.epoch == row.request.epoch:
-                self._finish(_completion(row.request), "error", error=message)
-        tokens = samples.tokens.tolist()
-        place_of = {id(row.request): place for row, place in zip(step.rows, places, strict=True)}
-        updates = self.scheduler.update(step, [tokens[place] for place in places])
-        if self.observer is not None:
-            self.observer.read(step, updates)
-        searches: dict[str, BeamState] = {}
-        for update in updates:
-            completion, place = _completion(update.request), place_of[id(update.request)]
-            try:
-                if isinstance(completion, Beam):
-                    assert result.beams is not None
-                    state = completion.parent
-                    ids, logprobs = (x[place, : state.search.num_candidates] for x in result.beams)
-                    completion.collect(Candidates(ids.tolist(), logprobs.tolist()))
-                    searches[state.request_id] = state
-                elif update.token is not None:
-                    completion.add_logprobs(samples, place)
-                    self._recorder.token(completion, now)
-                    self._deliver(completion, update.token)
-                elif update.finished:
-                    self._ended(completion)
-            except Exception as error:  # one request's text must not end the others
-                self._fail_on_host(completion, error)
-        for state in searches.values():
-            try:
-                if not state.finished:
-                    self._advance(state)
-            except Exception as error:
-                self._fail_on_host(state.beams[0], error)
-
-    def _advance(self, state: BeamState) -> None:
-        """Go on with a search if all its live beams have been computed."""
-        continuations = state.advance()
-        if continuations is None:
-            return
-        if self.observer is not None:
-            self.observer.branched(state.request_id, continuations)
-        self._recorder.search(state, time.monotonic())
-        if continuations:
-            self.scheduler.advance_beams(state.group, continuations)
-        else:
-            self.scheduler.finish(state.core, state.finish_reason)
-            self._ended(state.beams[0])
-
-    def _deliver(self, completion: Completion, token: int) -> None:
-        core = completion.core
-        ended_by_token = core.is_finished and core.finish_reason == "stop"
-        matched = completion.append(token, last=ended_by_token)
-        if matched is not None:
-            if core.is_finished:  # the same token also reached a length cap
-                self.scheduler.amend_ending(core, "stop", stop_reason=matched)
-            else:
-                self.scheduler.finish(core, "stop", stop_reason=matched)
-        if core.is_finished:
-            self._ended(completion)
-        else:
-            self._changed[completion.parent.request_id] = completion.parent
-
-    # ------------------------------------------------------------------ endings
-
-    def _finish(
-        self, completion: Completion | Beam, reason: str, *, error: str | None = None
-    ) -> None:
-        self.scheduler.finish(completion.core, reason, error=error)
-        self._ended(completion)
-
-    def _ended(self, completion: Completion | Beam) -> None:
-        """A completion has ended in the scheduler: close its text and report it."""
-        self._close_text(completion)
-        if self.observer is not None:
-            self.observer.ended(completion)
-
-    def _close_text(self, completion: Completion | Beam) -> None:
-        core = completion.core
-        self._changed[completion.parent.request_id] = completion.parent
-        try:
-            matched = completion.close_text()
-        except Exception as error:
-            _log.exception("The text of request %s could not be closed.", core.request_id)
-            if core.error is None:
-                self.scheduler.amend_ending(core, "error", error=told(error))
-            return
-        if matched is not None and core.finish_reason == "length":
-            self.scheduler.amend_ending(core, "stop", stop_reason=matched)
-
-    def _fail_on_host(self, completion: Completion | Beam, error: Exception) -> None:
-        """What the host makes of one request's tokens went wrong: it ends, and nobody else."""
-        core = completion.core
-        _log.error("Request %s failed on the host.", core.request_id, exc_info=error)
-        if core.is_finished:  # the same token also ended it
-            self.scheduler.amend_ending(core, "error", error=told(error))
-            self._ended(completion)
-        else:
-            self._finish(completion, "error", error=told(error))
 
     def _report(self) -> list[RequestOutput]:
         outputs = []
@@ -434,7 +298,7 @@ class Engine:
         if self.observer is not None:
             self.observer.failed(text)
         for core in self.scheduler.fail_steps(failed, text):
-            self._ended(_completion(core))
+            self._ended(completion_of(core))
         self.runner.reset()
 
     # ------------------------------------------------------------------ weights, sleep
@@ -568,8 +432,3 @@ def _check_running(value: str, choices: tuple[str, ...]) -> None:
         raise InvalidRequestError(
             f"running must be one of {', '.join(choices)}, got {value!r}.", param="running"
         )
-
-
-def _completion(core: Request) -> Completion | Beam:
-    assert isinstance(core.payload, (Completion, Beam))
-    return core.payload

@@ -43,7 +43,10 @@ ALLOWED: dict[str, set[str]] = {
     "observer": ENGINE_SIDE | {"completion", "beam_request"},
     "record": ENGINE_SIDE | {"completion", "beam_request", "engine", "observer"},
     "recording": ENGINE_SIDE | {"completion", "beam_request"},
+    "engine_results": ENGINE_SIDE
+    | {"completion", "beam_search", "beam_request", "observer", "recording"},
     "engine": ENGINE_SIDE
+    | {"engine_results"}
     | {"completion", "beam_search", "beam_request", "intake", "observer", "recording"},
     "startup": ENGINE_SIDE | {"engine", "intake", "record"},
     "training": BASE | {"sharding", "weights", "models"},

@@ -1,0 +1,164 @@
+"""From the results of a step to the texts of the requests: what the engine makes of its tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from jaxpaged.beam_request import Beam, BeamState
+from jaxpaged.beam_search import Candidates
+from jaxpaged.completion import Completion, RequestState
+from jaxpaged.core.plan import ScheduledStep
+from jaxpaged.core.request import Request
+from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.device.runner import StepResult
+from jaxpaged.device.sampler import STATUS_ALL_MASKED, STATUS_NOT_FINITE
+from jaxpaged.errors import told
+from jaxpaged.observer import EngineObserver
+from jaxpaged.recording import Recorder
+
+_log = logging.getLogger(__name__)
+
+_ROW_ERRORS = {
+    STATUS_NOT_FINITE: "The model's logits are not finite (NaN or infinity) for this request.",
+    STATUS_ALL_MASKED: "No token can be drawn: allowed_token_ids, bad_words and min_tokens "
+    "together forbid them all.",
+}
+
+
+class Results:
+    """The requests of an engine, and what becomes of them."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.observer: EngineObserver | None = None
+        """Who is told of all that decides what is computed, such as a recording."""
+        self._states: dict[str, RequestState | BeamState] = {}
+        self._changed: dict[str, RequestState | BeamState] = {}
+        """Requests to report at the end of this step, in the order in which they changed."""
+        self._recorder = Recorder()
+
+    def _finish_step(self, step: ScheduledStep, result: StepResult) -> None:
+        places, samples, now = result.packed.order, result.samples, time.monotonic()
+        for row, start in zip(step.rows, result.packed.prompt_start, strict=True):
+            completion = completion_of(row.request)
+            if (
+                start >= 0
+                and isinstance(completion, Completion)
+                and completion.row.wants_prompt_logprobs
+                and row.epoch == row.request.epoch
+            ):
+                assert result.prompt is not None
+                status = int(result.prompt.status[start : start + row.num_tokens].max())
+                if status in _ROW_ERRORS:
+                    self._finish(completion, "error", error=_ROW_ERRORS[status])
+                    continue
+                try:
+                    completion.parent.add_prompt_logprobs(
+                        result.prompt, start, row.start, row.num_tokens
+                    )
+                except Exception as error:
+                    self._fail_on_host(completion, error)
+        for row, place in zip(step.rows, places, strict=True):
+            message = _ROW_ERRORS.get(int(samples.status[place])) if row.samples else None
+            if message is not None and row.epoch == row.request.epoch:
+                self._finish(completion_of(row.request), "error", error=message)
+        tokens = samples.tokens.tolist()
+        place_of = {id(row.request): place for row, place in zip(step.rows, places, strict=True)}
+        updates = self.scheduler.update(step, [tokens[place] for place in places])
+        if self.observer is not None:
+            self.observer.read(step, updates)
+        searches: dict[str, BeamState] = {}
+        for update in updates:
+            completion, place = completion_of(update.request), place_of[id(update.request)]
+            try:
+                if isinstance(completion, Beam):
+                    assert result.beams is not None
+                    state = completion.parent
+                    ids, logprobs = (x[place, : state.search.num_candidates] for x in result.beams)
+                    completion.collect(Candidates(ids.tolist(), logprobs.tolist()))
+                    searches[state.request_id] = state
+                elif update.token is not None:
+                    completion.add_logprobs(samples, place)
+                    self._recorder.token(completion, now)
+                    self._deliver(completion, update.token)
+                elif update.finished:
+                    self._ended(completion)
+            except Exception as error:  # one request's text must not end the others
+                self._fail_on_host(completion, error)
+        for state in searches.values():
+            try:
+                if not state.finished:
+                    self._advance(state)
+            except Exception as error:
+                self._fail_on_host(state.beams[0], error)
+
+    def _advance(self, state: BeamState) -> None:
+        """Go on with a search if all its live beams have been computed."""
+        continuations = state.advance()
+        if continuations is None:
+            return
+        if self.observer is not None:
+            self.observer.branched(state.request_id, continuations)
+        self._recorder.search(state, time.monotonic())
+        if continuations:
+            self.scheduler.advance_beams(state.group, continuations)
+        else:
+            self.scheduler.finish(state.core, state.finish_reason)
+            self._ended(state.beams[0])
+
+    def _deliver(self, completion: Completion, token: int) -> None:
+        core = completion.core
+        ended_by_token = core.is_finished and core.finish_reason == "stop"
+        matched = completion.append(token, last=ended_by_token)
+        if matched is not None:
+            if core.is_finished:  # the same token also reached a length cap
+                self.scheduler.amend_ending(core, "stop", stop_reason=matched)
+            else:
+                self.scheduler.finish(core, "stop", stop_reason=matched)
+        if core.is_finished:
+            self._ended(completion)
+        else:
+            self._changed[completion.parent.request_id] = completion.parent
+
+    # ------------------------------------------------------------------ endings
+
+    def _finish(
+        self, completion: Completion | Beam, reason: str, *, error: str | None = None
+    ) -> None:
+        self.scheduler.finish(completion.core, reason, error=error)
+        self._ended(completion)
+
+    def _ended(self, completion: Completion | Beam) -> None:
+        """A completion has ended in the scheduler: close its text and report it."""
+        self._close_text(completion)
+        if self.observer is not None:
+            self.observer.ended(completion)
+
+    def _close_text(self, completion: Completion | Beam) -> None:
+        core = completion.core
+        self._changed[completion.parent.request_id] = completion.parent
+        try:
+            matched = completion.close_text()
+        except Exception as error:
+            _log.exception("The text of request %s could not be closed.", core.request_id)
+            if core.error is None:
+                self.scheduler.amend_ending(core, "error", error=told(error))
+            return
+        if matched is not None and core.finish_reason == "length":
+            self.scheduler.amend_ending(core, "stop", stop_reason=matched)
+
+    def _fail_on_host(self, completion: Completion | Beam, error: Exception) -> None:
+        """What the host makes of one request's tokens went wrong: it ends, and nobody else."""
+        core = completion.core
+        _log.error("Request %s failed on the host.", core.request_id, exc_info=error)
+        if core.is_finished:  # the same token also ended it
+            self.scheduler.amend_ending(core, "error", error=told(error))
+            self._ended(completion)
+        else:
+            self._finish(completion, "error", error=told(error))
+
+
+def completion_of(core: Request) -> Completion | Beam:
+    assert isinstance(core.payload, (Completion, Beam))
+    return core.payload
