@@ -162,14 +162,15 @@ def make_zoo(case: Case, folder: Path) -> None:
     model = oracle.from_folder(write_case(folder, case))
     outputs = []
     for prompt in case.prompt_ids():
+        # First, as transformers' dynamic frequencies stay those of the longest sequence seen.
+        scored = oracle.log_softmax(oracle.logits(model, prompt))[
+            np.arange(len(prompt) - 1), prompt[1:]
+        ]
         tokens, logits = oracle.greedy(model, prompt, case.count)
         best = np.sort(logits, axis=1)[:, -2:]
         gap = float((best[:, 1] - best[:, 0]).min())
         if gap < MIN_ZOO_GAP:
             raise SystemExit(f"error: {case.name}: two logits come within {gap:.1e}; change it.")
-        scored = oracle.log_softmax(oracle.logits(model, prompt))[
-            np.arange(len(prompt) - 1), prompt[1:]
-        ]
         outputs.append(
             {"token_ids": tokens, "prompt": [round(float(value), 5) for value in scored]}
         )
