@@ -112,11 +112,11 @@ def report(facts: dict[str, ProgramFacts]) -> str:
         "",
         *table(COLUMNS, kernel_rows(facts)),
     ]
-    steps = {name: one for name, one in facts.items() if one.kind == "step"}
+    steps = {name: one for name, one in facts.items() if one.kind in ("step", "copy")}
     if steps:
         lines += [
             "",
-            "Whole steps, KV pools donated:",
+            "Whole steps and block copies, KV pools donated:",
             "",
             *table(
                 ("program", "shape", "kernel launches", "copies of a pool", "pools", "temporaries"),
