@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpaged.core.groups import common_length
 from jaxpaged.core.snapshot import PoolSnapshot, RequestSnapshot
 from jaxpaged.outputs import EngineStats
 
@@ -168,15 +169,10 @@ def _table_change(was: array[int], now: array[int]) -> tuple[int, int, list[int]
         behind += 1
     if behind > len(was):
         return behind, 0, now.tolist()
-    # The first entry, from there on, in which they differ. Comparing slices is fast.
-    low, high = behind, min(len(was), len(now))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if was[low:middle] == now[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return behind, low, now[low:].tolist()
+    # The first entry, from there on, in which they differ.
+    most = min(len(was), len(now)) - behind
+    cut = behind + common_length(was[behind:], now[behind:], most)
+    return behind, cut, now[cut:].tolist()
 
 
 def _runs(states: str, blocks: list[int]) -> list[tuple[int, str]]:

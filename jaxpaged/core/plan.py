@@ -138,9 +138,10 @@ class ScheduledStep:
     `copies` are pairs of blocks, source and destination, to be copied before the step writes any
     KV, all sources being read before any destination is written.
 
-    Running requests come before admitted ones. Every step is either launched as it is, before any
-    other call that changes the scheduler, or given to `Scheduler.fail_steps`: its blocks are
-    already findable by others.
+    Requests that ran before come first, then samples that have just been forked from them, then
+    those admitted now with their samples. Every step is either launched as it is, before any other
+    call that changes the scheduler, or given to `Scheduler.fail_steps`: its blocks are already
+    findable by others.
     """
 
     step_id: int

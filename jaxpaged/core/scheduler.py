@@ -107,9 +107,7 @@ class Scheduler(Planner):
                 continue
             child = spare.pop(0)
             child.inherit(parent)
-            child.awaits_fork = False
-            self.kv.fork(parent, child)
-            self.stats.forks += 1
+            self._fork(parent, child)
             live.append(child)
         for beam, (_, token) in zip(live, continuations, strict=True):
             beam.token_ids.append(token)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, rule
 
 from jaxpaged.core.request import Request
 from tests.core.harness import Sim, make_config, make_request
+from tests.core.machine import SimMachine
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 """Two token values only, so that prefixes are shared often."""
@@ -19,10 +20,8 @@ WINDOWS = [(None,), (None,), (8,), (None, 8), (None, 4, 4), (3, 9), (1, None)]
 ROPES = [("fixed", 0), ("fixed", 0), ("longrope", 12), ("longrope", 25), ("dynamic", 10)]
 
 
-class SchedulerMachine(RuleBasedStateMachine):
+class SchedulerMachine(SimMachine):
     """`Sim` proves every read of the KV and every invariant; here any order of calls is tried."""
-
-    sim: Sim
 
     @initialize(
         num_blocks=st.integers(5, 14),
@@ -106,50 +105,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival_time=float(number // 2),
         )
         self.sim.add(request)
-
-    @rule()
-    def launch(self) -> None:
-        if len(self.sim.queue) < 3:
-            self.sim.launch()
-
-    @precondition(lambda self: self.sim.queue)
-    @rule()
-    def read(self) -> None:
-        self.sim.read()
-
-    @rule(turns=st.integers(1, 10))
-    def turn(self, turns: int) -> None:
-        for _ in range(turns):
-            self.sim.turn()
-
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data(), reason=st.sampled_from(["abort", "error"]))
-    def finish(self, data: st.DataObject, reason: str) -> None:
-        request = data.draw(st.sampled_from(self.alive))
-        self.sim.scheduler.finish(request, reason)
-        self.sim.scheduler.check_integrity()
-
-    @precondition(lambda self: self.sim.queue)
-    @rule()
-    def fail(self) -> None:
-        self.sim.fail()
-
-    @rule(force=st.booleans())
-    def reset(self, *, force: bool) -> None:
-        pool = self.sim.scheduler.kv.pool
-        idle = pool.num_held == 0
-        done = self.sim.scheduler.reset_prefix_cache(preempt_running=force)
-        assert done == (force or idle)
-        assert not done or pool.num_cached == 0
-        self.sim.scheduler.check_integrity()
-
-    def teardown(self) -> None:
-        if hasattr(self, "sim"):
-            self.sim.run(limit=5000)
-            self.sim.assert_outputs(allow_failed=True)
-            for request in self.sim.scheduler.take_failed():
-                assert request.error is not None
-                assert "has grown to" in request.error
 
 
 SchedulerMachine.TestCase.settings = settings(
