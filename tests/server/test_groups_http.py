@@ -246,7 +246,8 @@ def test_leaving_after_one_choice_has_ended(leave: Callable[[Wire], None], *, st
 
 
 def test_many_groups_that_come_and_go() -> None:
-    script = Script(default=["a"], end=False)
+    # So slow that no group ends before it has been seen.
+    script = Script(default=["a"], end=False, step_seconds=0.02)
     with live_server(script, num_blocks=60) as live:
         watch = Watch(live)
         asked: Counter[str] = Counter()
