@@ -21,6 +21,7 @@ from jaxpaged.device.attention import PagedAttention
 from jaxpaged.device.beam_candidates import split_candidates
 from jaxpaged.device.buckets import Buckets, StepShape
 from jaxpaged.device.compile_ledger import CompileLedger
+from jaxpaged.device.host_memory import give_back_freed
 from jaxpaged.device.kv_cache import make_pools
 from jaxpaged.device.model_loader import LoadedModel
 from jaxpaged.device.packing import Layout, PackedStep, RowRequest, is_decode, pack
@@ -254,6 +255,7 @@ class Runner:
             self._weights = None
         if weights == "discard":
             self._stored = None
+        give_back_freed()
         self._lasting_bytes = self._measured()
 
     def wake(self) -> None:
