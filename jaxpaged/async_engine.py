@@ -342,8 +342,7 @@ class AsyncEngine:
 
     def _check_queue(self, engine: Engine, num_tokens: int) -> None:
         """On the engine's thread: raises `UnavailableError` where a limit is reached."""
-        scheduler = engine.scheduler
-        waiting = scheduler.num_waiting
+        waiting, queued = engine.num_queued, engine.num_queued_tokens
         if self._max_requests is not None and waiting >= self._max_requests:
             self.metrics.rejected("queue_full")
             raise UnavailableError(
@@ -351,15 +350,7 @@ class AsyncEngine:
                 "try again later.",
                 _BUSY_RETRY,
             )
-        if self._max_tokens is None or not waiting:
-            return
-        # What a group has in common is computed once, so it counts once.
-        queued = sum(
-            request.num_prompt_tokens
-            for request in scheduler.waiting
-            if request.group is None or request is request.group.members[0]
-        )
-        if queued + num_tokens > self._max_tokens:
+        if self._max_tokens is not None and waiting and queued + num_tokens > self._max_tokens:
             self.metrics.rejected("queue_full")
             raise UnavailableError(
                 f"{queued} prompt tokens are waiting and this request has {num_tokens}, and "

@@ -153,10 +153,8 @@ class BeamState:
             self.tokenizer, self.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
         )
         hide = found.finish_reason == "stop" and not params.include_stop_str_in_output
-        for token in found.token_ids[:-1] if hide else found.token_ids:
-            detokenizer.push(token)
-        detokenizer.finish()
-        return detokenizer.text
+        shown = found.token_ids[:-1] if hide else found.token_ids
+        return "".join([*map(detokenizer.push, shown), detokenizer.finish()])
 
 
 def _beam(core: Request) -> Beam:

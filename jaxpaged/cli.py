@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from jaxpaged import __version__, batch, chat_client, flags, jobs, run_batch
+from jaxpaged import __version__, batch, chat_client, compile_model, flags, jobs, run_batch
 from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.bench import cli as bench_cli
 from jaxpaged.config import DTYPES, EngineConfig, server_environment
@@ -132,6 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_convert_flags(convert)
     convert.set_defaults(command=run_convert)
+    compile_model.add_parser(commands)
     bench_cli.add_parser(commands)
     run_batch.add_parser(commands)
     chat_client.add_parser(commands)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxpaged.core.request import Request
+from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.device.packing import RowRequest
 from jaxpaged.device.sampler import HostSamples
 from jaxpaged.device.sampling_state import SlotValues, pack_slot
@@ -51,7 +51,6 @@ class Completion:
     stop: StopChecker | None
     core: Request = field(init=False)
     token_ids: list[int] = field(default_factory=list)
-    text: str = ""
     logprobs: list[LogprobDict] | None = None
     cumulative_logprob: float | None = None
     last_token_time: float | None = None
@@ -60,8 +59,11 @@ class Completion:
     """The output built last; still true unless this completion has changed."""
     _told_tokens: int = 0
     """Tokens that deltas have reported."""
-    _told_chars: int = 0
     _told_end: bool = False
+    _text: str = ""
+    """All that cumulative outputs have shown."""
+    _pieces: list[str] = field(default_factory=list)
+    """Text that no output has shown yet: to add to a long text would copy it for every token."""
 
     def append(self, token: int, *, last: bool) -> str | None:
         """Take a delivered token; returns the stop string that it completes, if any.
@@ -72,14 +74,14 @@ class Completion:
         self.token_ids.append(token)
         if self.detokenizer is None:
             return None
-        params = self.parent.params
-        hide = last and not params.include_stop_str_in_output
-        delta = "" if hide else self.detokenizer.push(token)
-        if self.stop is None:
-            self.text += delta
-            return None
-        shown, matched = self.stop.push(delta, len(self.token_ids))
-        self.text += shown
+        delta = ""
+        if not last or self.parent.params.include_stop_str_in_output:
+            delta = self.detokenizer.push(token)
+        matched = None
+        if self.stop is not None:
+            delta, matched = self.stop.push(delta, len(self.token_ids))
+        if delta:
+            self._pieces.append(delta)
         return matched
 
     def close_text(self) -> str | None:
@@ -91,11 +93,11 @@ class Completion:
             return None
         rest = self.detokenizer.finish()
         if self.stop is None:
-            self.text += rest
+            self._pieces.append(rest)
             return None
         if self.stop.matched is None:
             shown, matched = self.stop.push(rest, len(self.token_ids))
-            self.text += shown + (self.stop.finish() if matched is None else "")
+            self._pieces.append(shown + (self.stop.finish() if matched is None else ""))
             return matched
         return None
 
@@ -111,24 +113,21 @@ class Completion:
         assert self.cumulative_logprob is not None
         self.cumulative_logprob += float(samples.logprob[row])
 
-    @property
-    def _logprobs_mode(self) -> str | None:
-        return None if self.logprobs is None else self.parent.params.logprobs_mode
-
     def output(self) -> CompletionOutput:
         core, shown = self.core, self._shown
         if shown is not None and core.is_finished and shown.finish_reason == core.finish_reason:
             return shown  # one of many samples, ended before
+        self._text += self._take_text()
         self._shown = CompletionOutput(
             index=self.index,
-            text=self.text,
+            text=self._text,
             token_ids=list(self.token_ids),
             cumulative_logprob=self.cumulative_logprob,
             logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=core.finish_reason,
             stop_reason=core.stop_reason,
             error=core.error,
-            logprobs_mode=self._logprobs_mode,
+            logprobs_mode=None if self.logprobs is None else self.parent.params.logprobs_mode,
         )
         return self._shown
 
@@ -137,24 +136,34 @@ class Completion:
 
         The first token and the end are always told at once.
         """
-        told, ended = self._told_tokens, self.core.is_finished
-        new = len(self.token_ids) - told
+        core, told, total = self.core, self._told_tokens, len(self.token_ids)
+        ended, new = core.status is RequestStatus.FINISHED, total - told
         if self._told_end or (not ended and (new == 0 or (told > 0 and new < interval))):
             return None
-        output = CompletionOutput(
-            index=self.index,
-            text=self.text[self._told_chars :],
-            token_ids=self.token_ids[told:],
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs[told:],
-            finish_reason=self.core.finish_reason,
-            stop_reason=self.core.stop_reason,
-            error=self.core.error,
-            logprobs_mode=self._logprobs_mode,
+        self._told_tokens, self._told_end = total, ended
+        logprobs = mode = None
+        if self.logprobs is not None:
+            logprobs, mode = self.logprobs[told:], self.parent.params.logprobs_mode
+        return CompletionOutput(
+            self.index,
+            self._take_text(),
+            self.token_ids[told:],
+            self.cumulative_logprob,
+            logprobs,
+            core.finish_reason,
+            core.stop_reason,
+            core.error,
+            mode,
         )
-        self._told_tokens, self._told_chars = len(self.token_ids), len(self.text)
-        self._told_end = ended
-        return output
+
+    def _take_text(self) -> str:
+        """What no output has shown yet."""
+        pieces = self._pieces
+        if len(pieces) == 1:
+            return pieces.pop()
+        text = "".join(pieces)
+        pieces.clear()
+        return text
 
 
 @dataclass(slots=True)
@@ -177,7 +186,10 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        return all(c.core.is_finished for c in self.completions)
+        for completion in self.completions:
+            if completion.core.status is not RequestStatus.FINISHED:
+                return False
+        return True
 
     def add_prompt_logprobs(
         self, samples: HostSamples, first_row: int, position: int, count: int
@@ -211,12 +223,17 @@ class RequestState:
 
         Prompt logprobs come once, with the first delta after they are complete.
         """
-        deltas = [c.delta(self.delta_interval) for c in self.completions]
-        outputs = [output for output in deltas if output is not None]
+        outputs = []
+        for completion in self.completions:
+            output = completion.delta(self.delta_interval)
+            if output is not None:
+                outputs.append(output)
         if not outputs:
             return None
-        prompt = None if self._told_prompt else self._complete_prompt()
-        self._told_prompt = self._told_prompt or prompt is not None
+        prompt = None
+        if self.prompt_logprobs is not None and not self._told_prompt:
+            prompt = self._complete_prompt()
+            self._told_prompt = prompt is not None
         return self._output(outputs, prompt)
 
     def _complete_prompt(self) -> list[LogprobDict | None] | None:
@@ -228,16 +245,21 @@ class RequestState:
     def _output(
         self, outputs: list[CompletionOutput], prompt: list[LogprobDict | None] | None
     ) -> RequestOutput:
+        finished, num_preemptions = True, 0
+        for completion in self.completions:
+            core = completion.core
+            num_preemptions += core.num_preemptions
+            finished = finished and core.status is RequestStatus.FINISHED
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=outputs,
-            finished=self.finished,
-            num_cached_tokens=self.completions[0].core.num_cached_tokens,
-            prompt_logprobs=prompt,
-            times=self.times,
-            num_preemptions=sum(c.core.num_preemptions for c in self.completions),
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            outputs,
+            finished,
+            self.completions[0].core.num_cached_tokens,
+            prompt,
+            self.times,
+            num_preemptions,
         )
 
 

@@ -17,7 +17,10 @@ from jaxpaged.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3")
 LOAD_FORMATS = ("auto", "safetensors", "orbax", "gguf", "dummy")
-ATTENTION_BACKENDS = ("auto", "reference", "pallas_triton", "pallas_mosaic", "pallas_interpret")
+ATTENTION_BACKENDS = (
+    *("auto", "reference", "native"),
+    *("pallas_triton", "pallas_mosaic", "pallas_interpret"),
+)
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_SEED = 2**64 - 1
 MAX_BUCKETS = 1024
@@ -82,7 +85,7 @@ class EngineConfig:
     max_logprobs: int = 20
     """Most logprobs a request may ask for; -1 is the whole vocabulary."""
     attention_backend: str = "auto"
-    """auto, reference, pallas_triton, pallas_mosaic or pallas_interpret (slow, for tests)."""
+    """auto, reference, native, pallas_triton, pallas_mosaic or pallas_interpret (for tests)."""
     kernel_tuning_table: str | None = None
     """JSON file with sizes of GPU kernels that go before the package's own."""
     deterministic: bool | None = None
@@ -105,6 +108,8 @@ class EngineConfig:
     """Path of a Jinja file, or the template itself; None takes the model's own."""
     compile_cache_dir: str | None = None
     """Persistent compilation cache; None is $JAXPAGED_CACHE_DIR or ~/.cache/jaxpaged, "" is off."""
+    compiled: str | None = None
+    """Folder that `jaxpaged compile` wrote: load programs instead of compiling. It can run code."""
     decode_buckets: tuple[int, ...] | None = None
     """Row counts of decode programs, ascending; the last must be max_num_seqs rounded up to 8."""
     prefill_buckets: tuple[int, ...] | None = None
@@ -126,6 +131,11 @@ class EngineConfig:
             raise ConfigError(
                 f"num_processes={self.num_processes} needs coordinator, the HOST:PORT at which "
                 "process 0 can be reached."
+            )
+        if self.compiled is not None and self.enforce_eager:
+            raise ConfigError(
+                f"compiled={self.compiled!r} has no use with enforce_eager=True, which compiles "
+                "each program when it is first needed; leave one of them out."
             )
         if self.num_processes > 1 and self.record is not None:
             raise ConfigError(
@@ -216,6 +226,7 @@ _CHECKS: dict[str, checks.Check] = {
     "generation_config": checks.choice("auto", "none", "vllm"),
     "chat_template": checks.optional(checks.text("the path or the text of a Jinja template")),
     "compile_cache_dir": checks.optional(checks.text("a path, or an empty text", empty=True)),
+    "compiled": checks.optional(checks.text("the path of a folder")),
     "decode_buckets": checks.optional(_buckets),
     "prefill_buckets": checks.optional(_buckets),
     "record": checks.optional(checks.text("the path of a file")),
@@ -230,13 +241,25 @@ def cache_root() -> Path:
     return Path(given).expanduser() if given else Path.home() / ".cache" / "jaxpaged"
 
 
+def cxx() -> str | None:
+    """The C++ compiler that $CXX names, which native kernels are compiled with."""
+    return os.environ.get("CXX") or None
+
+
+def compiler_environment() -> dict[str, str]:
+    """The variables that tell XLA how to compile."""
+    names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CPU_MAX_ISA")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
 def server_environment() -> dict[str, str]:
     """What $JAXPAGED_<NAME> sets for `jaxpaged serve`: <NAME> -> text. Empty ones count as unset.
 
     $VLLM_API_KEY, one key, stands in for $JAXPAGED_API_KEY: a server that was to have a key must
     not come up without one because its start command was taken over.
     """
-    ours = {"JAXPAGED_CACHE_DIR", "JAXPAGED_CHECK"}  # settings of the library, read above and below
+    # Settings of the library, read above and below, and by the native kernels.
+    ours = {"JAXPAGED_CACHE_DIR", "JAXPAGED_CHECK", "JAXPAGED_NATIVE_ISA"}
     found = {
         name.removeprefix(_PREFIX): text
         for name, text in os.environ.items()

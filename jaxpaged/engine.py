@@ -13,6 +13,7 @@ from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.beam_request import BeamState
 from jaxpaged.completion import RequestState
 from jaxpaged.core.plan import ScheduledStep
+from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.device.runner import Launched, Runner
 from jaxpaged.engine_results import Results, completion_of
@@ -120,7 +121,7 @@ class Engine(Results):
         else:
             self.scheduler.add_group([completion.core for completion in state.completions])
         state.delta_interval = delta_interval
-        self._states[request_id] = state
+        self._enqueue(state)
         if self.observer is not None:
             self.observer.added(state)
 
@@ -161,16 +162,18 @@ class Engine(Results):
 
     # ------------------------------------------------------------------ the loop
 
-    def step(self) -> list[RequestOutput]:
-        """Launch the next step, then read the oldest one in flight. Returns requests that changed.
+    def step(self, *, ended_only: bool = False) -> list[RequestOutput]:
+        """Launch the next step, then read the oldest one in flight. Returns requests that changed;
+        with `ended_only` those that have ended, which saves telling each text so far again and
+        again.
 
         May return an empty list, for example while a long prompt is computed in chunks.
         """
         self._check_open()
         held, self._held = self._held, []
-        return held + self._step()
+        return held + self._step(ended_only=ended_only)
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self, *, ended_only: bool = False) -> list[RequestOutput]:
         try:
             while len(self._in_flight) < self._depth and self._launch_next():
                 pass
@@ -181,7 +184,7 @@ class Engine(Results):
             raise
         if self._check_integrity:
             self.scheduler.check_integrity()
-        outputs = self._report()
+        outputs = self._report(ended_only=ended_only)
         if self.observer is not None:
             self.observer.stepped(idle=not self._states)
         return outputs
@@ -211,19 +214,24 @@ class Engine(Results):
     def _launch(self, step: ScheduledStep, now: float) -> Launched:
         if step.copies:
             self.runner.copy_blocks(step.copies)
-        completions = [completion_of(row.request) for row in step.rows]
-        for row, completion in zip(step.rows, completions, strict=True):
-            if row.admitted and completion.parent.times.scheduled is None:
-                completion.parent.times.scheduled = now
-            recipe = completion.parent.slot
-            if row.admitted and recipe is not None:
-                self.runner.admit(row.request.slot, recipe.pack(row.request.token_ids))
-        requests = [completion.row for completion in completions]
+        for row in step.rows:
+            if row.admitted:
+                self._admit(row.request, now)
+        requests = [completion_of(row.request).row for row in step.rows]
         packed = self.runner.pack(step.rows, requests)
-        wants_prompt = any(start >= 0 for start in packed.prompt_start) and any(
+        wants_prompt = packed.layout.shape.tokens > 0 and any(
             request.wants_prompt_logprobs for request in requests
         )
         return self.runner.launch(packed, wants_prompt=wants_prompt)
+
+    def _admit(self, core: Request, now: float) -> None:
+        """Before the first row of a request in its slot."""
+        parent = completion_of(core).parent
+        if parent.times.scheduled is None:
+            parent.times.scheduled = now
+            self._dequeue(parent.request_id)
+        if parent.slot is not None:
+            self.runner.admit(core.slot, parent.slot.pack(core.token_ids))
 
     def _finish_oldest(self) -> None:
         oldest = self._in_flight[0]
@@ -245,13 +253,15 @@ class Engine(Results):
         )
         self._finish_step(oldest.step, result)
 
-    def _report(self) -> list[RequestOutput]:
+    def _report(self, *, ended_only: bool = False) -> list[RequestOutput]:
         outputs = []
         for request_id, state in self._changed.items():
+            if ended_only and not state.finished:
+                continue
             output = state.delta() if state.delta_interval else state.output()
             if output is not None:
                 outputs.append(output)
-            if state.finished:
+            if state.finished if output is None else output.finished:
                 self._states.pop(request_id, None)
                 self._recorder.finished(state)
         self._changed.clear()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from jaxpaged.beam_request import Beam, BeamState
 from jaxpaged.beam_search import Candidates
 from jaxpaged.completion import Completion, RequestState
 from jaxpaged.core.plan import ScheduledStep
-from jaxpaged.core.request import Request
+from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.device.runner import StepResult
-from jaxpaged.device.sampler import STATUS_ALL_MASKED, STATUS_NOT_FINITE
+from jaxpaged.device.sampler import STATUS_ALL_MASKED, STATUS_NOT_FINITE, HostSamples
 from jaxpaged.errors import told
 from jaxpaged.observer import EngineObserver
 from jaxpaged.recording import Recorder
@@ -37,61 +38,103 @@ class Results:
         self._changed: dict[str, RequestState | BeamState] = {}
         """Requests to report at the end of this step, in the order in which they changed."""
         self._recorder = Recorder()
+        self._queued: dict[str, int] = {}
+        """Requests of which nothing has been admitted yet, and the tokens of their prompts."""
+        self._queued_tokens = 0
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for their first admission, each once whatever its samples or beams."""
+        return len(self._queued)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Of their prompts."""
+        return self._queued_tokens
+
+    def _enqueue(self, state: RequestState | BeamState) -> None:
+        self._states[state.request_id] = state
+        self._queued[state.request_id] = len(state.prompt_token_ids)
+        self._queued_tokens += len(state.prompt_token_ids)
+
+    def _dequeue(self, request_id: str) -> None:
+        """It waits no more: admitted, or ended before that."""
+        self._queued_tokens -= self._queued.pop(request_id, 0)
 
     def _finish_step(self, step: ScheduledStep, result: StepResult) -> None:
         places, samples, now = result.packed.order, result.samples, time.monotonic()
-        for row, start in zip(step.rows, result.packed.prompt_start, strict=True):
-            completion = completion_of(row.request)
-            if (
-                start >= 0
-                and isinstance(completion, Completion)
-                and completion.row.wants_prompt_logprobs
-                and row.epoch == row.request.epoch
-            ):
-                assert result.prompt is not None
-                status = int(result.prompt.status[start : start + row.num_tokens].max())
-                if status in _ROW_ERRORS:
-                    self._finish(completion, "error", error=_ROW_ERRORS[status])
-                    continue
-                try:
-                    completion.parent.add_prompt_logprobs(
-                        result.prompt, start, row.start, row.num_tokens
-                    )
-                except Exception as error:
-                    self._fail_on_host(completion, error)
-        for row, place in zip(step.rows, places, strict=True):
-            message = _ROW_ERRORS.get(int(samples.status[place])) if row.samples else None
-            if message is not None and row.epoch == row.request.epoch:
-                self._finish(completion_of(row.request), "error", error=message)
-        tokens = samples.tokens.tolist()
-        place_of = {id(row.request): place for row, place in zip(step.rows, places, strict=True)}
-        updates = self.scheduler.update(step, [tokens[place] for place in places])
+        if result.prompt is not None:
+            self._finish_prompts(step, result.prompt, result.packed.prompt_start)
+        if samples.status.any():
+            self._end_faulty_rows(step, places, samples.status.tolist())
+        drawn = samples.tokens.tolist()
+        updates = self.scheduler.update(step, [drawn[place] for place in places])
         if self.observer is not None:
             self.observer.read(step, updates)
+        self._recorder.tokens(
+            [
+                completion
+                for update in updates
+                if update.token is not None
+                and isinstance(completion := update.request.payload, Completion)
+            ],
+            now,
+        )
         searches: dict[str, BeamState] = {}
         for update in updates:
-            completion, place = completion_of(update.request), place_of[id(update.request)]
+            completion = update.request.payload
             try:
-                if isinstance(completion, Beam):
+                if isinstance(completion, Completion):
+                    if update.token is not None:
+                        if completion.row.fields.num_logprobs >= 0:
+                            completion.add_logprobs(samples, places[update.index])
+                        self._deliver(completion, update.token)
+                    elif update.finished:
+                        self._ended(completion)
+                elif isinstance(completion, Beam):
                     assert result.beams is not None
-                    state = completion.parent
+                    state, place = completion.parent, places[update.index]
                     ids, logprobs = (x[place, : state.search.num_candidates] for x in result.beams)
                     completion.collect(Candidates(ids.tolist(), logprobs.tolist()))
                     searches[state.request_id] = state
-                elif update.token is not None:
-                    completion.add_logprobs(samples, place)
-                    self._recorder.token(completion, now)
-                    self._deliver(completion, update.token)
-                elif update.finished:
-                    self._ended(completion)
             except Exception as error:  # one request's text must not end the others
-                self._fail_on_host(completion, error)
+                self._fail_on_host(completion_of(update.request), error)
         for state in searches.values():
             try:
                 if not state.finished:
                     self._advance(state)
             except Exception as error:
                 self._fail_on_host(state.beams[0], error)
+
+    def _finish_prompts(
+        self, step: ScheduledStep, scored: HostSamples, starts: Sequence[int]
+    ) -> None:
+        """Give the prompts that this step has scored their logprobs."""
+        for row, start in zip(step.rows, starts, strict=True):
+            completion = completion_of(row.request)
+            if (
+                start < 0
+                or not isinstance(completion, Completion)
+                or not completion.row.wants_prompt_logprobs
+                or row.epoch != row.request.epoch
+            ):
+                continue
+            status = int(scored.status[start : start + row.num_tokens].max())
+            if status in _ROW_ERRORS:
+                self._finish(completion, "error", error=_ROW_ERRORS[status])
+                continue
+            try:
+                completion.parent.add_prompt_logprobs(scored, start, row.start, row.num_tokens)
+            except Exception as error:
+                self._fail_on_host(completion, error)
+
+    def _end_faulty_rows(
+        self, step: ScheduledStep, places: Sequence[int], status: Sequence[int]
+    ) -> None:
+        for row, place in zip(step.rows, places, strict=True):
+            message = _ROW_ERRORS.get(status[place]) if row.samples else None
+            if message is not None and row.epoch == row.request.epoch:
+                self._finish(completion_of(row.request), "error", error=message)
 
     def _advance(self, state: BeamState) -> None:
         """Go on with a search if all its live beams have been computed."""
@@ -109,14 +152,14 @@ class Results:
 
     def _deliver(self, completion: Completion, token: int) -> None:
         core = completion.core
-        ended_by_token = core.is_finished and core.finish_reason == "stop"
-        matched = completion.append(token, last=ended_by_token)
+        finished = core.status is RequestStatus.FINISHED
+        matched = completion.append(token, last=finished and core.finish_reason == "stop")
         if matched is not None:
-            if core.is_finished:  # the same token also reached a length cap
+            if finished:  # the same token also reached a length cap
                 self.scheduler.amend_ending(core, "stop", stop_reason=matched)
             else:
                 self.scheduler.finish(core, "stop", stop_reason=matched)
-        if core.is_finished:
+        if finished or matched is not None:
             self._ended(completion)
         else:
             self._changed[completion.parent.request_id] = completion.parent
@@ -132,6 +175,8 @@ class Results:
     def _ended(self, completion: Completion | Beam) -> None:
         """A completion has ended in the scheduler: close its text and report it."""
         self._close_text(completion)
+        if completion.parent.request_id in self._queued and completion.parent.finished:
+            self._dequeue(completion.parent.request_id)
         if self.observer is not None:
             self.observer.ended(completion)
 

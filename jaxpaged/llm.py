@@ -207,7 +207,7 @@ class LLM:
             agree("prompts or sampling parameters", (prompts, params, priority))
             with _ProgressBar(len(ids), disable=not use_tqdm) as bar:
                 while len(done) < len(ids):
-                    for output in self.engine.step():
+                    for output in self.engine.step(ended_only=True):
                         if output.finished:
                             done[output.request_id] = output
                             bar.finished(output)

@@ -70,9 +70,9 @@ class Histogram:
         """One a bound, then one for all that is above the last bound."""
         self.sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
 
     @property
     def count(self) -> int:
@@ -175,9 +175,9 @@ class EngineMetrics:
         """A request's first token came `seconds` after its arrival."""
         self.time_to_first_token.observe(seconds)
 
-    def next_token(self, seconds: float) -> None:
-        """A sample's next token came `seconds` after the one before."""
-        self.inter_token_latency.observe(seconds)
+    def next_token(self, seconds: float, samples: int = 1) -> None:
+        """The next token of so many samples came `seconds` after the one before."""
+        self.inter_token_latency.observe(seconds, samples)
 
     def request_finished(self, request: FinishedRequest) -> None:
         """A request ended, for whatever reason. Once a request, however many samples it had."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from jaxpaged.beam_request import BeamState
 from jaxpaged.completion import Completion, RequestState
@@ -61,19 +62,22 @@ class Recorder:
         """Nothing is in flight."""
         self._last_read = None
 
-    def token(self, completion: Completion, now: float) -> None:
-        """A token of this completion has come."""
-        times, before = completion.parent.times, completion.last_token_time
-        completion.last_token_time = times.last_token = now
-        first = times.first_token is None
-        if first:
-            times.first_token = now
-        if self.metrics is None:
-            return
-        if first:
-            self.metrics.first_token(now - times.arrival)
-        elif before is not None:
-            self.metrics.next_token(now - before)
+    def tokens(self, completions: Sequence[Completion], now: float) -> None:
+        """Each of these has got a token."""
+        waits: dict[float, int] = {}
+        for completion in completions:
+            times, before = completion.parent.times, completion.last_token_time
+            completion.last_token_time = times.last_token = now
+            if before is not None:
+                waits[before] = waits.get(before, 0) + 1
+            elif times.first_token is None:
+                times.first_token = now
+                if self.metrics is not None:
+                    self.metrics.first_token(now - times.arrival)
+        if self.metrics is not None:
+            # Rows of one step got their tokens before this one together, too.
+            for before, count in waits.items():
+                self.metrics.next_token(now - before, count)
 
     def search(self, state: BeamState, now: float) -> None:
         """A beam search has gone on by one token."""

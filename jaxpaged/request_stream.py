@@ -13,6 +13,10 @@ if TYPE_CHECKING:  # importing it starts JAX
     from jaxpaged.intake import ParsedPrompt
 
 
+_AT_ONCE = 64
+"""Outputs that a reader who catches up is given before others run."""
+
+
 class RequestStream:
     """Async iterator over the deltas of one request; made by `AsyncEngine.submit`.
 
@@ -27,6 +31,9 @@ class RequestStream:
         self._abort = abort
         self._outputs: deque[RequestOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._notify: Callable[[], None] | None = None
+        self._given = 0
+        """Outputs since the reader last waited."""
         self._error: Exception | None = None
         self._ended = False
         self._closed = False
@@ -35,19 +42,44 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        if self._outputs:  # a reader that catches up must let others run, too
+        self._given += 1
+        if self._given >= _AT_ONCE:
+            self._given = 0
             await asyncio.sleep(0)
-        while not self._outputs:
-            if self._error is not None:
-                raise self._error
-            if self._ended or self._closed:
-                raise StopAsyncIteration
+        while not self.ready:
+            self._given = 0
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._outputs.popleft()
+        output = self.take()
+        if output is None:
+            raise StopAsyncIteration
+        return output
+
+    @property
+    def ready(self) -> bool:
+        """True if `take` has something to tell."""
+        return bool(self._outputs or self._ended or self._closed or self._error is not None)
+
+    def take(self) -> RequestOutput | None:
+        """The next output, without waiting; None after the last one. Raises what iterating raises.
+        Call it when `ready`.
+        """
+        if self._outputs:
+            return self._outputs.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def notify(self, function: Callable[[], None]) -> None:
+        """Call this once for each output, and when there will be none any more."""
+        self._notify = function
+        for _ in self._outputs:
+            function()
+        if self.ready and not self._outputs:
+            function()
 
     def close(self) -> None:
         """Abort the request if it has not ended. Idempotent; call it on the event loop."""
@@ -73,5 +105,7 @@ class RequestStream:
             self._wake()
 
     def _wake(self) -> None:
+        if self._notify is not None:
+            self._notify()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -1,195 +1,191 @@
-"""What paging saves, measured on the real scheduler without any device.
+"""What paging saves: this engine against itself with the memory managers of its predecessors.
 
-    python scripts/bench_paging.py [--requests 1000] [--pool-tokens 16384] [--seed 0]
+    python scripts/bench_paging.py [--sections systems blocks watermark] [--out DIR]
+    python scripts/bench_paging.py --sections device attention [--out DIR]
 
-Two workloads with synthetic lengths (lognormal, sigma 1, clipped so that prompt and output fit
-into --max-model-len): ShareGPT-like (means 161 prompt, 338 output tokens) and Alpaca-like (19, 58).
-All requests wait from the start; tokens are made up, prompts share nothing, prefix caching is off.
-Every system gets the same number of KV slots, --pool-tokens, and the same token budget a step.
+Repeats the comparison of the PagedAttention paper (arXiv 2309.06180, figures 2, 12, 13 and 18) with
+one scheduler, one engine and one set of kernels. Lengths are lognormal (sigma 1) with the means of
+the paper's data sets, ShareGPT-like (161 prompt, 338 output tokens) and Alpaca-like (19, 58),
+clipped so that both fit into max_model_len. All requests wait from the start, prompts share
+nothing, prefix caching is off. Every system has the same KV slots and the same token budget a step:
+  static batches        a batch of as many as have max_model_len slots each; nobody is admitted
+                        until it has ended (FasterTransformer). Those that have ended cost nothing.
+  reserve max           continuous batching, max_model_len slots for each request (Orca, Max)
+  reserve power of two  the prompt, and the output's length rounded up to a power of two (Orca,
+                        Pow2); that needs to be foreseen
+  reserve oracle        exactly the final length (Orca, Oracle), which nobody knows
+  paged                 this engine as it is
 
-Table 1 compares memory managers, over the steps in which requests still wait:
-  contiguous max   a slot range of max_model_len tokens for each running sequence
-  contiguous pow2  prompt plus the output's length rounded up to a power of two (an optimist: the
-                   length is not known when a request starts)
-  paged N          this engine's block pool with N tokens a block, no watermark
-`waste` is the share of the reserved slots that hold no token, averaged over steps; `batch` the mean
-number of running sequences; `steps` the length of the whole run. Contiguous ranges are counted
-without fragmentation between them, in their favour.
+Sections without a device (the real scheduler; running, waste, tokens a step and tokens/s are of the
+time in which requests wait, as the end of a run is that of its longest outputs):
+  systems     the systems above, blocks of 16, watermark 1 %
+  blocks      paged, by block size
+  watermark   paged, by watermark: preemptions, tokens computed again
+`tokens/s by the model` counts output tokens by a model of a step's cost: OPT-13B on one A100 of
+40 GB, the paper's case, by bytes read and operations (scripts/paging/cost.py).
 
-Table 2 is paged 16 with watermarks: preemptions, and the recompute tax, the share of all computed
-tokens that had been computed before. The last line of the output is JSON with all numbers.
+Sections on a device:
+  device      the systems with a real model (default: the embedded one), in turns, --rounds times
+              after one of warming up; lengths are divided by --scale. The tokens must be the same.
+  attention   the attention of a decode step by block size, on the backend that "auto" chooses
+
+With --out each section's JSON goes to DIR, and DIR/README.md and DIR/paging.png (with matplotlib)
+are made again from all that is there. The last line of the output is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
-import math
 import sys
-from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-from jaxpaged.bench.lengths import MEANS, draw_lengths
-from jaxpaged.core.request import Request
-from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
+from bench_report import provenance, publish
+from paging.cost import OPT_13B_SLOTS
+from paging.plot import plot
+from paging.simulation import Work, simulate
+from paging.systems import SYSTEMS
+from paging.tables import TITLES, WORKLOADS, attention, on_device, readme, simulated
 
-BLOCK_SIZES = (8, 16, 32, 64)
-WATERMARKS = (0.0, 0.01, 0.02, 0.05, 0.10)
+from jaxpaged.bench.lengths import draw_lengths
 
-
-@dataclass(frozen=True)
-class Work:
-    """Lengths of the requests, and the limits that all systems share (tokens, sequences)."""
-
-    shapes: list[tuple[int, int]]
-    pool_tokens: int
-    max_model_len: int
-    max_num_seqs: int
-    budget: int
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+WATERMARKS = (0.0, 0.01, 0.02, 0.03, 0.04, 0.05)
+HOST_SECTIONS = ("systems", "blocks", "watermark")
 
 
-@dataclass
-class Range:
-    """A running request of a contiguous manager: prompt, all tokens to compute, slots reserved,
-    tokens computed."""
-
-    prompt: int
-    total: int
-    reserved: int
-    computed: int
-
-
-@dataclass
-class Result:
-    """`waste` and `batch` are means over the steps in which requests waited."""
-
-    waste: float
-    batch: float
-    steps: int
-    preemptions: int = 0
-    recompute_tax: float = 0.0
+def host_section(section: str, work: Work) -> dict[str, dict[str, Any]]:
+    """The results of a section without device, on one workload."""
+    paged = SYSTEMS[-1]
+    if section == "systems":
+        results = {system.name: simulate(work, system) for system in SYSTEMS}
+    elif section == "blocks":
+        results = {str(size): simulate(work, paged, block_size=size) for size in BLOCK_SIZES}
+    else:
+        results = {f"{mark:.0%}": simulate(work, paged, watermark=mark) for mark in WATERMARKS}
+    return {name: asdict(result) for name, result in results.items()}
 
 
-def run_paged(work: Work, block_size: int, watermark: float) -> Result:
-    """The real scheduler, one step in flight."""
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_blocks=work.pool_tokens // block_size + 1,  # the null block is not usable
-            block_size=block_size,
-            max_num_seqs=work.max_num_seqs,
-            max_num_batched_tokens=work.budget,
-            max_model_len=work.max_model_len,
-            watermark=watermark,
-            enable_prefix_caching=False,
-        )
-    )
-    for index, (prompt, output) in enumerate(work.shapes):
-        request = Request(str(index), [0] * prompt, max_tokens=output, arrival_time=float(index))
-        scheduler.add(request)
-    stats = scheduler.stats
-    busy_steps, waste, batch = 0, 0.0, 0
-    while (step := scheduler.schedule()) is not None:
-        scheduler.update(step, [1] * len(step.rows))
-        if scheduler.num_waiting:
-            busy_steps, waste, batch = stats.steps, stats.waste_sum, stats.running_sum
-    done = stats.requests_finished.get("length", 0)
-    if done != len(work.shapes):
-        raise RuntimeError(f"{done} of {len(work.shapes)} requests were served")
-    return Result(
-        waste=waste / max(1, busy_steps),
-        batch=batch / max(1, busy_steps),
-        steps=stats.steps,
-        preemptions=stats.preemptions,
-        recompute_tax=stats.recomputed_tokens / stats.scheduled_tokens,
+def host_work(name: str, args: argparse.Namespace) -> Work:
+    return Work(
+        shapes=draw_lengths(name, args.requests, args.max_model_len, args.seed),
+        pool_tokens=args.pool_tokens,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        budget=args.max_num_batched_tokens,
     )
 
 
-def run_contiguous(work: Work, reserve: Callable[[int, int], int]) -> Result:
-    """Continuous batching over slot ranges reserved for the whole life of a request."""
-    waiting = deque(work.shapes)
-    running: list[Range] = []
-    free = work.pool_tokens
-    steps = busy_steps = batch = 0
-    waste = 0.0
-    while waiting or running:
-        budget = work.budget
-        for row in running:
-            count = min(budget, max(1, row.prompt - row.computed))
-            row.computed += count
-            budget -= count
-        while waiting and budget and len(running) < work.max_num_seqs:
-            prompt, output = waiting[0]
-            size = min(reserve(prompt, output), work.max_model_len)
-            if size > free:
-                break
-            waiting.popleft()
-            free -= size
-            count = min(budget, prompt)
-            budget -= count
-            running.append(Range(prompt, prompt + output - 1, size, count))
-        if waiting:
-            held = sum(row.computed for row in running)
-            waste += 1 - held / (work.pool_tokens - free)
-            batch += len(running)
-            busy_steps += 1
-        steps += 1
-        free += sum(row.reserved for row in running if row.computed >= row.total)
-        running = [row for row in running if row.computed < row.total]
-    return Result(waste / max(1, busy_steps), batch / max(1, busy_steps), steps)
+def device_section(args: argparse.Namespace) -> dict[str, Any]:
+    """All systems on one engine."""
+    from paging.device import measure
 
+    from jaxpaged import LLM
 
-def run_workload(work: Work) -> dict[str, Result]:
-    """All systems of table 1 and table 2 on one workload."""
-    results = {
-        "contiguous max": run_contiguous(work, lambda prompt, output: work.max_model_len),
-        "contiguous pow2": run_contiguous(
-            work, lambda prompt, output: prompt + 2 ** math.ceil(math.log2(output))
-        ),
-    }
-    for block_size in BLOCK_SIZES:
-        results[f"paged {block_size}"] = run_paged(work, block_size, 0.0)
-    for watermark in WATERMARKS:
-        results[f"watermark {watermark:.0%}"] = run_paged(work, 16, watermark)
+    longest = args.max_model_len // args.scale
+    llm = LLM(
+        args.model,
+        dtype=args.dtype,
+        block_size=16,
+        max_num_seqs=args.device_seqs,
+        max_num_batched_tokens=max(256, args.device_seqs),
+        max_model_len=longest,
+        num_gpu_blocks_override=args.device_pool_tokens // 16 + 1,
+        enable_prefix_caching=False,
+        enforce_eager=args.eager,
+        disable_progress=True,
+    )
+    budget = llm.engine.scheduler.config.max_num_batched_tokens
+    results = {}
+    for name in WORKLOADS:
+        drawn = draw_lengths(name, args.device_requests, args.max_model_len, args.seed)
+        shapes = [(max(1, p // args.scale), max(1, o // args.scale)) for p, o in drawn]
+        work = Work(shapes, args.device_pool_tokens, longest, args.device_seqs, budget)
+        results[name] = measure(llm, work, args.rounds, args.seed)
+    llm.close()
     return results
 
 
-def print_tables(name: str, results: dict[str, Result]) -> None:
-    print(f"\n{name:<18}{'waste':>8}{'batch':>9}{'steps':>8}{'preempted':>11}{'recomputed':>12}")
-    for system, result in results.items():
-        if system == f"watermark {WATERMARKS[0]:.0%}":
-            print()
-        print(
-            f"{system:<18}{result.waste:>8.1%}{result.batch:>9.1f}{result.steps:>8}"
-            f"{result.preemptions:>11}{result.recompute_tax:>12.1%}"
-        )
+def attention_section(args: argparse.Namespace) -> dict[str, Any]:
+    from paging.attention import measure
+
+    return measure(
+        BLOCK_SIZES,
+        rows=args.attention_rows,
+        context=args.attention_context,
+        dtype=args.attention_dtype,
+        rounds=args.attention_rounds,
+    )
 
 
-def main(argv: list[str]) -> int:
+def run_section(section: str, args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
+    report: dict[str, Any] = provenance(f"paging: {section}", "bench_paging.py", argv)
+    report["date"] = datetime.date.today().isoformat()
+    if section in HOST_SECTIONS:
+        report["results"] = {n: host_section(section, host_work(n, args)) for n in WORKLOADS}
+        told = simulated(report)
+    elif section == "device":
+        report["results"] = device_section(args)
+        told = on_device(report)
+    else:
+        report["results"] = attention_section(args)
+        told = attention(report)
+    print(f"\n{TITLES[section]}\n\n{told}", flush=True)
+    return report
+
+
+def write(reports: Mapping[str, Any], out: Path) -> None:
+    """Each section to its file; tables and picture of all that are there."""
+    out.mkdir(parents=True, exist_ok=True)
+    for section, report in reports.items():
+        (out / f"{section}.json").write_text(json.dumps(report, indent=1) + "\n")
+    files = {section: out / f"{section}.json" for section in TITLES}
+    known = {s: json.loads(file.read_text()) for s, file in files.items() if file.exists()}
+    (out / "README.md").write_text(readme(known))
+    try:
+        plot(known, out / "paging.png")
+    except ImportError:
+        print("No picture: matplotlib is not installed (pip install jaxpaged[plot]).")
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--pool-tokens", type=int, default=16384, help="KV slots")
-    parser.add_argument("--max-model-len", type=int, default=2048, help="tokens")
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="a step")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    report: dict[str, object] = {"benchmark": "paging", "settings": vars(args)}
-    for name in MEANS:
-        work = Work(
-            shapes=draw_lengths(name, args.requests, args.max_model_len, args.seed),
-            pool_tokens=args.pool_tokens,
-            max_model_len=args.max_model_len,
-            max_num_seqs=args.max_num_seqs,
-            budget=args.max_num_batched_tokens,
-        )
-        results = run_workload(work)
-        print_tables(name, results)
-        report[name] = {system: asdict(result) for system, result in results.items()}
-    print()
-    print(json.dumps(report))
+    add = parser.add_argument
+    add("--sections", nargs="+", choices=list(TITLES), default=list(HOST_SECTIONS))
+    add("--out", type=Path, help="folder")
+    add("--seed", type=int, default=0)
+    add("--requests", type=int, default=1000)
+    add("--pool-tokens", type=int, default=OPT_13B_SLOTS, help="KV slots")
+    add("--max-model-len", type=int, default=2048, help="tokens")
+    add("--max-num-seqs", type=int, default=256)
+    add("--max-num-batched-tokens", type=int, default=2048, help="a step")
+    add("--model", help="default: the embedded one")
+    add("--dtype", default="auto")
+    add("--eager", action="store_true", help="no warm-up; compiling counts")
+    add("--rounds", type=int, default=2)
+    add("--scale", type=int, default=4, help="what lengths are divided by on the device")
+    add("--device-requests", type=int, default=96)
+    add("--device-pool-tokens", type=int, default=4096, help="KV slots on the device")
+    add("--device-seqs", type=int, default=64, help="max_num_seqs on the device")
+    add("--attention-rows", type=int, default=32)
+    add("--attention-context", type=int, default=1024, help="tokens")
+    add("--attention-dtype", default="bfloat16")
+    add("--attention-rounds", type=int, default=30)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    args = arguments(argv)
+    reports = {section: run_section(section, args, argv) for section in args.sections}
+    if args.out is not None:
+        write(reports, args.out)
+    publish(reports, None)
     return 0
 
 

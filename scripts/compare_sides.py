@@ -115,10 +115,10 @@ def our_side(
 ) -> list[Side]:
     """Logits and hidden states from one pass a prompt, tokens from the engine."""
     from jaxpaged import LLM, SamplingParams
+    from jaxpaged.blueprint import use_compile_cache
     from jaxpaged.device.inspect import make_forward
     from jaxpaged.device.kv_cache import KVLayout
     from jaxpaged.device.model_loader import load_model
-    from jaxpaged.startup import use_compile_cache
 
     use_compile_cache(config)
     loaded = load_model(config, source)

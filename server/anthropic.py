@@ -58,6 +58,7 @@ async def _answer(context: Context, request: Request, body: MessagesRequest) -> 
             keep_alive=context.settings.sse_keep_alive_interval,
             close=chat.close,
             on_error=lambda error: _error_frame(request, error),
+            before_waiting=chat.before_waiting,
         )
         return _with_id(request, response)
     told: list[Event] = []

@@ -47,7 +47,11 @@ async def ready(request: Request) -> Response:
     """200 if a request would be taken."""
     status, detail = status_of(context_of(request))
     headers = {} if status == "ready" else {"Retry-After": str(_RETRY[status])}
-    return json_response({"status": status, "detail": detail}, 503 if headers else 200, headers)
+    body = {"status": status, "detail": detail}
+    progress = context_of(request).engine.progress
+    if status == "loading" and progress is not None:
+        body["programs"] = "{}/{}".format(*progress)
+    return json_response(body, 503 if headers else 200, headers)
 
 
 async def version(request: Request) -> Response:

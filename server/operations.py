@@ -74,7 +74,7 @@ _COUNT: Schema = {
 _READY: Schema = {
     "type": "object",
     "required": ["status", "detail"],
-    "properties": {"status": TEXT, "detail": TEXT},
+    "properties": {"status": TEXT, "detail": TEXT, "programs": TEXT},
 }
 _LOAD: Schema = {
     "type": "object",

@@ -44,7 +44,7 @@ GROUPS: dict[str, tuple[type, tuple[str, ...]]] = {
         (
             *("tensor_parallel_size", "attention_backend", "kernel_tuning_table"),
             *("deterministic", "enforce_eager", "decode_buckets"),
-            *("prefill_buckets", "compile_cache_dir", "check_integrity", "record"),
+            *("prefill_buckets", "compile_cache_dir", "compiled", "check_integrity", "record"),
             "disable_progress",
         ),
     ),

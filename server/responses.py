@@ -54,6 +54,7 @@ async def _answer(context: Context, request: Request, body: ResponsesRequest) ->
             keep_alive=context.settings.sse_keep_alive_interval,
             close=chat.close,
             on_error=lambda error: _framed(events.failed(error.message, _usage(chat))),
+            before_waiting=chat.before_waiting,
         )
     try:
         async with aclosing(_events(chat, events)) as several:

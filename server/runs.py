@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.beam_params import BeamSearchParams
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
     from jaxpaged.request_stream import RequestStream
 
 
-@dataclass(frozen=True, slots=True)
+_AT_ONCE = 64
+"""Outputs that are taken in a row before others run."""
+
+
+@dataclass(slots=True)
 class Piece:
     """What is new for one choice."""
 
@@ -60,8 +65,16 @@ class Run:
         self._cached = [0] * len(streams)
         self._completion_tokens = 0
         self._pieces: deque[Piece] = deque()
-        self._reading: dict[asyncio.Task[RequestOutput | None], int] = {}
         self._left = set(range(len(streams)))
+        self._told: deque[int] = deque()
+        """Places of the streams that have something to tell, in the order in which it came."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._taken = 0
+        """Outputs taken since others could run."""
+        self.before_waiting: Callable[[], Awaitable[None]] | None = None
+        """Called whenever there is nothing to read."""
+        for place, stream in enumerate(streams):
+            stream.notify(partial(self._note, place))
 
     def __aiter__(self) -> Run:
         return self
@@ -70,11 +83,7 @@ class Run:
         while not self._pieces:
             if not self._left:
                 raise StopAsyncIteration
-            if len(self._left) == 1 and not self._reading:
-                (place,) = self._left
-                self._take(place, await _next(self.prompts[place]))
-            else:
-                await self._read_any()
+            await self._read()
         return self._pieces.popleft()
 
     def usage(self) -> Usage:
@@ -83,22 +92,43 @@ class Run:
 
     def close(self) -> None:
         """Abort what has not ended. Idempotent."""
-        for task in self._reading:
-            task.cancel()
-        self._reading.clear()
         self._left.clear()
         self._pieces.clear()
         for stream in self.prompts:
             stream.close()
 
-    async def _read_any(self) -> None:
-        reading = set(self._reading.values())
-        for place in self._left - reading:
-            self._reading[asyncio.ensure_future(_next(self.prompts[place]))] = place
-        done, _ = await asyncio.wait(self._reading, return_when=asyncio.FIRST_COMPLETED)
-        for task in sorted(done, key=self._reading.__getitem__):
-            place = self._reading.pop(task)
-            self._take(place, task.result())
+    def _note(self, place: int) -> None:
+        """A stream has something to tell."""
+        self._told.append(place)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _read(self) -> None:
+        """Take the next output of any stream."""
+        self._taken += 1
+        if not self._told and self.before_waiting is not None:
+            await self.before_waiting()
+        if not self._told:
+            self._taken = 0
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        elif self._taken >= _AT_ONCE:  # one that catches up lets others run, too
+            self._taken = 0
+            await asyncio.sleep(0)
+        if not self._told:
+            return
+        place = self._told.popleft()
+        stream = self.prompts[place]
+        if place not in self._left or not stream.ready:
+            return
+        try:
+            output = stream.take()
+        except Exception as error:
+            raise as_api_error(error) from error
+        self._take(place, output)
 
     def _take(self, place: int, output: RequestOutput | None) -> None:
         if output is None:
@@ -185,12 +215,3 @@ def _accepted(task: asyncio.Future[RequestStream], place: int, count: int) -> Re
 def _close_accepted(task: asyncio.Future[RequestStream]) -> None:
     if not task.cancelled() and task.exception() is None:
         task.result().close()
-
-
-async def _next(stream: RequestStream) -> RequestOutput | None:
-    try:
-        return await anext(stream)
-    except StopAsyncIteration:
-        return None
-    except Exception as error:
-        raise as_api_error(error) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import msgspec
 from starlette.responses import Response
@@ -13,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from server.body import cancel, wait_until_gone
 from server.errors import ApiError, as_api_error
 
+Flush = Callable[[], Awaitable[None]]
 DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
 _LINE_ENDS = (
@@ -20,6 +22,8 @@ _LINE_ENDS = (
     (b"\xe2\x80\xa9", b"\\u2029"),
     (b"\xc2\x85", b"\\u0085"),
 )
+_AT_ONCE = 256
+"""Events that are sent together at most."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -55,8 +59,12 @@ async def event_response(
     close: Callable[[], None],
     status: int = 200,
     on_error: Callable[[ApiError], bytes] = error_events,
+    before_waiting: Callable[[Flush], None] | None = None,
 ) -> Response:
     """A stream of whole, framed events.
+
+    `before_waiting` is given a function that whoever makes the events calls before it waits: then
+    all events that come without waiting are sent together. Without it each is sent at once.
 
     Waits up to `keep_alive` seconds (0: without limit) for the first event and raises what is
     raised before it; what is raised later is sent as the events that `on_error` makes of it. Idle
@@ -64,7 +72,7 @@ async def event_response(
     whatever the end is. Run this under `until_disconnect`: the client may leave while it waits.
     """
     first = asyncio.ensure_future(_next(events))
-    response = EventResponse(events, first, keep_alive, close, status, on_error)
+    response = EventResponse(events, first, keep_alive, close, status, on_error, before_waiting)
     try:
         await asyncio.wait((first,), timeout=keep_alive or None)
         if first.done():
@@ -88,6 +96,7 @@ class EventResponse(Response):
         close: Callable[[], None],
         status: int,
         on_error: Callable[[ApiError], bytes],
+        before_waiting: Callable[[Flush], None] | None,
     ) -> None:
         # Not Response's own: it would set the length of the body.
         self.status_code = status
@@ -98,6 +107,11 @@ class EventResponse(Response):
         self._keep_alive = keep_alive
         self._close = close
         self._on_error = on_error
+        self._before_waiting = before_waiting
+        self._made: list[bytes] = []
+        """Events to be sent together."""
+        self._broken: Exception | None = None
+        """What sending has raised."""
         self._sending = asyncio.Lock()
         self._last_sent = time.monotonic()
         self._failed = False
@@ -130,13 +144,32 @@ class EventResponse(Response):
             await self._events.aclose()
 
     async def _send_all(self, send: Send) -> None:
+        at_once = 1
+        if self._before_waiting is not None:
+            at_once = _AT_ONCE
+            self._before_waiting(partial(self._flush, send))
         event = await self._told(self._first)
         while event is not None:
-            await self._send(send, event)
+            self._made.append(event)
+            if len(self._made) >= at_once:
+                await self._flush(send)
             event = None if self._failed else await self._told(_next(self._events))
+        await self._flush(send)
         self._ended = True
         async with self._sending:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _flush(self, send: Send) -> None:
+        """Send the events that have been made."""
+        if not self._made:
+            return
+        events = b"".join(self._made)
+        self._made.clear()
+        try:
+            await self._send(send, events)
+        except Exception as error:
+            self._broken = error
+            raise
 
     async def _send(self, send: Send, event: bytes) -> None:
         async with self._sending:
@@ -148,6 +181,8 @@ class EventResponse(Response):
         try:
             return await event
         except Exception as error:
+            if error is self._broken:  # raised where the events are made, but not theirs
+                raise
             self._failed = True
             return self._on_error(as_api_error(error))
 

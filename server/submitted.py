@@ -69,6 +69,10 @@ class SubmittedRun(ABC, Generic[R]):
         self.run.close()
         self._log.ended()
 
+    def before_waiting(self, function: sse.Flush) -> None:
+        """Have this called whenever the next event has to be waited for."""
+        self.run.before_waiting = function
+
     def _last_events(self) -> bytes:
         if self._usage.at_end:
             return self.envelope.usage_chunk(self._usage.total()) + sse.DONE
@@ -85,6 +89,7 @@ async def reply(context: Context, submitted: SubmittedRun[Any], *, stream: bool 
             submitted.events(),
             keep_alive=context.settings.sse_keep_alive_interval,
             close=submitted.close,
+            before_waiting=submitted.before_waiting,
         )
     try:
         answer = await submitted.whole()

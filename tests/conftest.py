@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import random
@@ -35,12 +36,21 @@ settings.register_profile(
 settings.load_profile("jaxpaged")
 
 # Programs compiled by one test are found by the next, and nothing is left in the user's cache.
-# The fetched models stay reachable through a link.
+# The fetched models stay reachable through a link, and compiled CPU kernels are kept for the next
+# session.
 _USER_CACHE = cache_root()
 _SESSION_CACHE = Path(tempfile.mkdtemp(prefix="jaxpaged-tests-"))
 if (_USER_CACHE / "models").is_dir():
     (_SESSION_CACHE / "models").symlink_to((_USER_CACHE / "models").resolve())
+with contextlib.suppress(OSError):
+    (_USER_CACHE / "native").mkdir(mode=0o700, parents=True, exist_ok=True)
+    (_SESSION_CACHE / "native").symlink_to((_USER_CACHE / "native").resolve())
 os.environ["JAXPAGED_CACHE_DIR"] = str(_SESSION_CACHE)
+# Of the process's own making, so that engines keep no executables: these go by source files, and
+# would not notice what a test puts in a function's place.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_SESSION_CACHE / "compiled")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def pytest_unconfigure() -> None:

@@ -256,6 +256,28 @@ def test_a_cancelled_submission_leaves_nothing() -> None:
     asyncio.run(run())
 
 
+def test_samples_and_beams_wait_as_one_request() -> None:
+    async def run() -> None:
+        script = Script([5, 6], end=False, step_seconds=0.02)
+        async with running(script, max_queued_requests=2, max_num_seqs=4) as engine:
+            streams = [await engine.submit("0", [1] * 4, LONG)]
+            await anext(streams[0])
+            for request_id, kind in (("1", "samples"), ("2", "beams"), ("3", "samples")):
+                streams.append(await engine.submit(request_id, [2] * 4, GROUPS[kind]))
+                if request_id == "1":  # it runs besides the first
+                    await anext(streams[1])
+            with pytest.raises(UnavailableError, match="2 requests are waiting"):
+                await engine.submit("4", [1], LONG)
+            streams.pop().close()
+            streams.append(await engine.submit("4", [1], LONG))
+            for stream in streams:
+                stream.close()
+            await settled(engine)
+            assert await engine.call(lambda e: (e.num_queued, e.num_queued_tokens)) == (0, 0)
+
+    asyncio.run(run())
+
+
 def test_queue_limits() -> None:
     async def run() -> None:
         script = Script([5, 6], end=False, step_seconds=0.02)

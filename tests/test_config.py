@@ -36,7 +36,7 @@ def refused(**settings: Any) -> str:
 def test_every_field_has_its_check() -> None:
     assert list(config._CHECKS) == list(FIELDS)
     assert len(BOOLEANS) == 8
-    assert len(TEXTS) == 14
+    assert len(TEXTS) == 15
     assert {*BOOLEANS, *NUMBERS, *TEXTS} == set(FIELDS)
 
 

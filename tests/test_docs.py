@@ -39,7 +39,9 @@ def test_every_field_is_listed_with_its_default(cls: type) -> None:
 def test_every_environment_variable_is_listed() -> None:
     source = (ROOT / "jaxpaged" / "config.py").read_text(encoding="utf-8")
     read = set(re.findall(r'environ\.get\("(\w+)"', source))
-    listed = set(re.findall(r"^\| `([A-Z]+_\w+)` \|", CONFIGURATION, re.MULTILINE))
+    for path in (ROOT / "pallas_kernels" / "native").glob("*.h"):
+        read |= set(re.findall(r'getenv\("(\w+)"', path.read_text(encoding="utf-8")))
+    listed = set(re.findall(r"^\| `([A-Z]+|[A-Z]+_\w+)` \|", CONFIGURATION, re.MULTILINE))
     assert read
     assert read | set(CLIENT_KEYS) | {"JAXPAGED_CONFIG"} == listed
 

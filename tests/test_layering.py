@@ -19,7 +19,7 @@ BASE = {"errors", "checks", "config", "sampling_params", "beam_params", "outputs
 MODEL_SIDE = BASE | {"sharding", "weights", "models"}
 ENGINE_SIDE = MODEL_SIDE | {"core", "text", "device", "metrics"}
 COMMANDS = {"jobs", "batch", "convert", "bench", "run_batch", "replay"}
-COMMANDS |= {"chat_client", "chat_connection"}
+COMMANDS |= {"chat_client", "chat_connection", "compile_model"}
 COMMAND_SIDE = ENGINE_SIDE | COMMANDS | {"engine", "async_engine", "llm", "flags", "cli"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -48,7 +48,10 @@ ALLOWED: dict[str, set[str]] = {
     "engine": ENGINE_SIDE
     | {"engine_results"}
     | {"completion", "beam_search", "beam_request", "intake", "observer", "recording"},
-    "startup": ENGINE_SIDE | {"engine", "intake", "record"},
+    "ahead_of_time": ENGINE_SIDE,
+    "blueprint": ENGINE_SIDE | {"ahead_of_time"},
+    "startup": ENGINE_SIDE | {"ahead_of_time", "blueprint", "engine", "intake", "record"},
+    "compile_model": ENGINE_SIDE | {"flags", "blueprint", "startup"},
     "training": BASE | {"sharding", "weights", "models"},
     "llm": ENGINE_SIDE | {"engine", "intake", "startup", "training"},
     "request_stream": BASE | {"intake"},

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from jaxpaged.blueprint import use_compile_cache
 from jaxpaged.config import EngineConfig
+from jaxpaged.device.model_loader import OpenedModel
+from jaxpaged.device.program_set import ProgramSet
 from jaxpaged.errors import ModelLoadError
-from jaxpaged.startup import build_engine, default_params, eos_token_ids, use_compile_cache
+from jaxpaged.startup import build_engine, default_params, eos_token_ids
 from jaxpaged.text.tokenizer import load_tokenizer
 from jaxpaged.weights.source import ModelSource, resolve_source
 from tests.tiny_models import tiny_llama
@@ -22,7 +27,7 @@ def jax_config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings made through a stand-in for `jax.config`, which has no cache folder yet."""
     made: dict[str, Any] = {}
     config = SimpleNamespace(update=made.__setitem__, jax_compilation_cache_dir=None)
-    monkeypatch.setattr("jaxpaged.startup.jax", SimpleNamespace(config=config))
+    monkeypatch.setattr("jaxpaged.blueprint.jax", SimpleNamespace(config=config))
     return made
 
 
@@ -54,7 +59,7 @@ def test_a_second_cache_folder_is_not_ignored_silently(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = SimpleNamespace(jax_compilation_cache_dir="/first")
-    monkeypatch.setattr("jaxpaged.startup.jax", SimpleNamespace(config=config))
+    monkeypatch.setattr("jaxpaged.blueprint.jax", SimpleNamespace(config=config))
     use_compile_cache(EngineConfig())
     assert caplog.text == ""
     use_compile_cache(EngineConfig(compile_cache_dir="/second"))
@@ -91,3 +96,43 @@ def test_a_broken_config_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, num_attention_heads=3)
     with pytest.raises(ModelLoadError, match="num_attention_heads=3 is not a multiple"):
         build_engine(EngineConfig(model=str(folder)))
+
+
+def test_a_start_imports_nothing_that_it_does_not_need() -> None:
+    """Each of these takes seconds; a start to the first token has five."""
+    code = (
+        "import sys, jaxpaged.startup, jaxpaged.llm; "
+        "print(*({'torch', 'orbax', 'transformers', 'tensorstore'} & sys.modules.keys()))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == ""
+
+
+def test_eager_starts_skip_the_programs_and_others_prepare_them_before_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong with the weights still ends a start, whatever else is going on."""
+    settings: dict[str, Any] = {
+        "model": str(tiny_llama(tmp_path)),
+        "max_model_len": 64,
+        "num_gpu_blocks_override": 9,
+        "skip_tokenizer_init": True,
+        "disable_progress": True,
+    }
+
+    def broken(self: OpenedModel) -> None:
+        raise ModelLoadError("the disk is gone")
+
+    lowered: list[str] = []
+
+    def lower(self: ProgramSet, name: str) -> Any:
+        lowered.append(name)
+        return SimpleNamespace(compile=lambda: None)
+
+    monkeypatch.setattr(OpenedModel, "load", broken)
+    monkeypatch.setattr(ProgramSet, "lower", lower)
+    for eager in (True, False):
+        assert lowered == []
+        with pytest.raises(ModelLoadError, match="the disk is gone"):
+            build_engine(EngineConfig(**settings, enforce_eager=eager))
+    assert lowered[:2] == ["init", "decode[8]"]

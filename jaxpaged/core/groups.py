@@ -21,7 +21,16 @@ class Group:
     than all where there are fewer continuations. The others keep their slots.
     """
 
-    __slots__ = ("is_beams", "is_stuck", "live", "lone_length", "members")
+    __slots__ = (
+        "_common",
+        "_compared",
+        "_shared",
+        "is_beams",
+        "is_stuck",
+        "live",
+        "lone_length",
+        "members",
+    )
 
     def __init__(self, members: Sequence[Request], *, is_beams: bool = False) -> None:
         self.is_beams = is_beams
@@ -33,6 +42,11 @@ class Group:
         """Tokens of each beam when the search last ran out of blocks with nobody beside it."""
         self.is_stuck = False
         """It has run out of them twice at the same length."""
+        self._compared: list[tuple[Request, int]] = []
+        """Live members and their tokens when they were compared last. As tokens are only added,
+        equal ones need not be compared again: a group that waits is looked at in every step."""
+        self._common: int | None = None
+        self._shared: list[tuple[int, int]] | None = None
         for member in self.members:
             member.group = self
 
@@ -44,7 +58,25 @@ class Group:
     @property
     def common(self) -> int:
         """Tokens that all live members begin with and that are computed once."""
-        return common_start(self.live)
+        self._look()
+        if self._common is None:
+            self._common = common_start(self.live)
+        return self._common
+
+    @property
+    def shared_lengths(self) -> list[tuple[int, int]]:
+        """See the function of that name."""
+        self._look()
+        if self._shared is None:
+            self._shared = shared_lengths(self.live)
+        return self._shared
+
+    def _look(self) -> None:
+        """Forget what was found if anything has changed since."""
+        now = [(member, member.num_tokens) for member in self.live]
+        if now != self._compared:
+            self._compared = now
+            self._common = self._shared = None
 
     def followers(self, leader: Request) -> list[Request]:
         """Members that wait for this one."""
@@ -56,6 +88,7 @@ class Group:
         if member in self.live:
             self.live.remove(member)
         member.group = None
+        self._compared.clear()
         if len(self.members) == 1 and not self.is_beams:
             last = self.members.pop()
             self.live.clear()

@@ -339,17 +339,22 @@ class KVManager:
     def share(
         self, parent: Request, request: Request, hit_tables: Sequence[Sequence[int]], num_hit: int
     ) -> None:
-        """Let a request that holds nothing take a hit (from `get_computed_blocks`) that is longer
-        than what it shares with the parent. Of that it takes the parent's blocks, as the cache may
-        have others with the same content: for those there might be no room.
+        """Let a request take a hit (from `get_computed_blocks`) that is longer than what it has, if
+        it has anything, and than what it shares with the parent, which may be itself. Of that it
+        takes the parent's blocks, as the cache may have others with the same content: for those
+        there might be no room.
         """
         shared = parent.num_computed_tokens // self.block_size
+        before, parents = request.tables, parent.tables
         request.tables = [array("i", hits) for hits in hit_tables]
-        for table, theirs in zip(request.tables, parent.tables, strict=True):
+        for table, theirs in zip(request.tables, parents, strict=True):
             for index in range(shared):
                 if NULL_BLOCK not in (table[index], theirs[index]):
                     table[index] = theirs[index]
             self.pool.touch(table)
+        for table in before:
+            self.pool.free_blocks(table[::-1])
+        request.shares_tail = False
         request.capacity = request.trimmed_at = request.num_computed_tokens = num_hit
         request.num_hit_tokens = num_hit
         request.num_registered_blocks = num_hit // self.block_size

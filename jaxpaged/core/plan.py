@@ -120,7 +120,8 @@ class ScheduledRow:
     epoch is no longer the request's is stale and its results are dropped.
 
     A sample that has just been forked computes nothing (`num_tokens` 0, `start` behind the prompt):
-    it draws its first token from the logits of row `source` of the same step.
+    it draws its first token from the logits of row `source` of the same step; so does a request
+    whose whole prompt is that row's.
     """
 
     request: Request
@@ -154,8 +155,9 @@ class ScheduledStep:
 @dataclass(slots=True)
 class TokenResult:
     """One token of a request; None when a request that only scores its prompt has ended, and for a
-    beam, whose candidates have come."""
+    beam, whose candidates have come. `index` is that of its row in the step."""
 
     request: Request
     token: int | None
     finished: bool
+    index: int

@@ -6,23 +6,23 @@ more of the difference; a step mixes decode rows with chunks of prompts.
 
 from __future__ import annotations
 
-from jaxpaged.core.groups import Group, branches, lead, shared_lengths
+from jaxpaged.core.groups import Group, branches, lead
 from jaxpaged.core.plan import ScheduledRow, ScheduledStep
-from jaxpaged.core.queues import Queues
 from jaxpaged.core.refusals import outgrown_text
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.rope import enter_regime, must_restart
+from jaxpaged.core.waves import Waves
 
 
-class Planner(Queues):
+class Planner(Waves):
     """Running requests go first, in the order of their admission, and waiting ones after them."""
 
     def _plan(self) -> ScheduledStep | None:
         self.kv.begin_plan()
+        self._ends.clear()
         preempted = self._restart_crossing() if self.config.rope_rule == "longrope" else []
         rows, budget = self._plan_running(preempted)
-        for index in range(len(rows)):
-            self._commit(rows, index)
+        self._commit_running(rows)
         if not preempted:
             budget = self._admit(rows, budget)
         copies = self.kv.take_copies()
@@ -44,8 +44,9 @@ class Planner(Queues):
     def _plan_running(self, preempted: list[Request]) -> tuple[list[ScheduledRow], int]:
         """Rows of requests that run already, in the order of admission, and the budget left."""
         budget = self.config.max_num_batched_tokens
-        cap = self.config.long_prefill_token_threshold or budget
+        begun: set[bytes] = set()
         max_model_len, allocate_slots = self.config.max_model_len, self.kv.allocate_slots
+        windowed = self.kv.has_windows
         # Nothing is committed until the pass is over, since a later request may preempt an
         # earlier one (by priority) whose row then goes as if it had never been.
         rows: dict[Request, ScheduledRow] = {}
@@ -55,8 +56,8 @@ class Planner(Queues):
             if request.status is not RequestStatus.RUNNING:  # preempted in this very loop
                 continue
             start = request.num_computed_tokens
-            count = request.num_tokens_with_inflight - start
-            if count == 0 or request.end_is_in_flight(max_model_len):
+            count = len(request.token_ids) + request.num_inflight - start
+            if count == 0 or (request.num_inflight and request.end_is_in_flight(max_model_len)):
                 continue
             group = request.group
             if group is not None:
@@ -65,8 +66,14 @@ class Planner(Queues):
                 if request.fork_at:
                     count = min(count, request.fork_at - start)
             if count > 1:
-                count = min(count, cap, budget)
-            while not allocate_slots(request, count):
+                if not self._catch_up(request, begun):
+                    continue
+                count -= request.num_computed_tokens - start
+                start = request.num_computed_tokens
+                count = self._chunk(start, count, budget)
+            # Most decode rows: the last block has room, and it is the request's own.
+            fits = start + count <= request.capacity and not (windowed or request.shares_tail)
+            while not (fits or allocate_slots(request, count)):
                 if self.kv.trim_all(self._running):
                     continue
                 for victim in self._choose_victims():
@@ -88,7 +95,6 @@ class Planner(Queues):
         The first that does not fit ends the search: nobody overtakes.
         """
         config, kv = self.config, self.kv
-        cap = config.long_prefill_token_threshold or budget
         if not budget or not len(self._waiting) or not self._free_slots:
             return budget
         promised = self._promised_blocks()
@@ -107,12 +113,24 @@ class Planner(Queues):
             headroom = config.watermark_blocks + promised if self._running else 0
             if kv.pool.num_free <= headroom:  # saves the look-up: a block is always needed
                 break
+            members = [request] if group is None else group.members
+            twin = self._twin(request)
+            if twin >= 0:
+                parting = len(members) * len(config.windows)  # each takes a block of its own next
+                if kv.pool.num_free < headroom + parting:
+                    break
+                self._start(request, request.num_tokens - 1, request.num_tokens)
+                request.fork_at = 0
+                for member in members:
+                    self._join(rows, twin, self._row(member, member.num_tokens, 0))
+                promised += parting
+                continue
             target = request.num_tokens
             if group is not None:
                 # What the other members will hold, on top of what their leader does.
                 headroom += needed - kv.blocks_of_tree([(request.num_tokens, 0)])
                 target = group.common
-            taken = self._take_blocks(request, target, min(cap, budget), headroom)
+            taken = self._take_blocks(request, target, budget, headroom)
             if taken is None:
                 break
             num_hit, count = taken
@@ -120,16 +138,15 @@ class Planner(Queues):
             rows.append(self._row(request, num_hit, count))
             self._commit(rows, len(rows) - 1)
             budget -= count
-            members = [request] if group is None else group.members
             promised += sum(self._blocks_to_come(member) for member in members)
             promised += kv.copies_to_come(members)
         return budget
 
     def _take_blocks(
-        self, request: Request, target: int, most: int, headroom: int
+        self, request: Request, target: int, budget: int, headroom: int
     ) -> tuple[int, int] | None:
         """Cached and new blocks for a waiting request that is to compute its first `target` tokens,
-        at most so many now. Returns how many it need not compute and how many it computes in this
+        at most `budget` now. Returns how many it need not compute and how many it computes in this
         step; None, with nothing changed, if there is no room for it.
         """
         kv = self.kv
@@ -140,8 +157,8 @@ class Planner(Queues):
             start = num_hit + (tail_hit.num_tokens if tail_hit else 0)
             count = target - start
             if self.config.enable_chunked_prefill:
-                count = min(count, most)
-            elif count > most:
+                count = self._chunk(start, count, budget)
+            elif count > budget:
                 return None
             if kv.allocate_slots(
                 request,
@@ -195,7 +212,7 @@ class Planner(Queues):
         if group is None:
             return self.config.blocks_for_sequence(request.num_tokens)
         if not group.is_fresh:
-            return self.kv.blocks_of_tree(shared_lengths(group.live))
+            return self.kv.blocks_of_tree(group.shared_lengths)
         shared, others = request.num_tokens, len(group.members) - 1
         return self.kv.blocks_of_tree([(shared + 1, 0), *[(shared + 1, shared)] * others])
 
@@ -215,10 +232,28 @@ class Planner(Queues):
         return 0  # a beam that has not begun
 
     def _row(self, request: Request, start: int, count: int) -> ScheduledRow:
-        reaches_end = start + count == request.num_tokens_with_inflight
-        samples = reaches_end and not request.only_scores
+        reaches_end = start + count == len(request.token_ids) + request.num_inflight
+        samples = reaches_end and request.max_tokens != 0
         admitted, request.slot_is_new = request.slot_is_new, False
         return ScheduledRow(request, request.epoch, start, count, samples, admitted)
+
+    def _commit_running(self, rows: list[ScheduledRow]) -> None:
+        """`_commit` each row, most of which are decode rows and need next to nothing of it."""
+        block_size = self.config.block_size
+        for index, row in enumerate(rows.copy()):
+            request, start = row.request, row.start
+            if (
+                row.num_tokens == 1
+                and row.samples
+                and start >= request.num_prompt_tokens
+                and start >= request.recompute_until
+                and not request.fork_at
+                and (start + 1) // block_size <= request.num_registered_blocks
+            ):
+                request.num_computed_tokens = start + 1
+                request.num_inflight += 1
+            else:
+                self._commit(rows, index)
 
     def _commit(self, rows: list[ScheduledRow], index: int) -> None:
         """Take a row as computed, so that the next step can be planned on top of it. Where it
@@ -229,13 +264,16 @@ class Planner(Queues):
         request.num_computed_tokens = end
         if row.samples:
             request.num_inflight += 1
-        self.kv.register(request)
+        if end >= (request.num_registered_blocks + 1) * self.config.block_size:
+            self.kv.register(request)
         if row.start < request.num_prompt_tokens or row.start < request.recompute_until:
             first_time = max(row.start, request.recompute_until)
             self.stats.recomputed_tokens += min(end, first_time) - row.start
             self.stats.prompt_tokens += max(0, min(end, request.num_prompt_tokens) - first_time)
             if row.start < request.num_prompt_tokens <= end:
                 self.kv.register_tail(request)
+                if row.samples and end == request.num_prompt_tokens:
+                    self._note_end(request, index)
         if request.fork_at == end and request.group is not None:
             self._fork_group(rows, index, request.group)
 

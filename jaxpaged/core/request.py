@@ -233,13 +233,13 @@ class Request:
         `min_tokens` holds back EOS and stop ids. It never holds back the length caps: a request
         that may neither end nor grow would keep its blocks for ever.
         """
-        token = self.token_ids[-1]
-        outputs = len(self.token_ids) - self.num_prompt_tokens
+        token, total = self.token_ids[-1], len(self.token_ids)
+        outputs = total - self.num_prompt_tokens
         if outputs >= self.min_tokens:
             if token in self.eos_token_ids:
                 return "stop", None
             if token in self.stop_token_ids:
                 return "stop", token
-        if outputs >= self.max_tokens or len(self.token_ids) >= max_model_len:
+        if outputs >= self.max_tokens or total >= max_model_len:
             return "length", None
         return None

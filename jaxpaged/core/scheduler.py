@@ -174,26 +174,26 @@ class Scheduler(Planner):
         assert next(iter(self._in_flight), None) == step.step_id, "steps are read in order"
         del self._in_flight[step.step_id]
         results: list[TokenResult] = []
-        for row, token in zip(step.rows, tokens, strict=True):
+        for index, (row, token) in enumerate(zip(step.rows, tokens, strict=True)):
             request = row.request
             if row.epoch != request.epoch:
                 continue
-            if row.samples and request.is_beam:
+            if row.samples and request.group is not None and request.is_beam:
                 request.num_inflight -= 1
-                results.append(TokenResult(request, None, finished=False))
+                results.append(TokenResult(request, None, False, index))
             elif row.samples:
-                results.append(TokenResult(request, token, self._append(request, token)))
+                results.append(TokenResult(request, token, self._append(request, token), index))
             elif request.only_scores and row.start + row.num_tokens == request.num_prompt_tokens:
                 self.finish(request, "length")
-                results.append(TokenResult(request, None, finished=True))
-        self.stats.generation_tokens += sum(r.token is not None for r in results)
+                results.append(TokenResult(request, None, True, index))
+        self.stats.generation_tokens += sum([r.token is not None for r in results])
         return results
 
     def _append(self, request: Request, token: int) -> bool:
         """Append a token that was in flight; True if it ends the request."""
         request.num_inflight -= 1
         request.token_ids.append(token)
-        if request.num_tokens % self.config.block_size == 0:
+        if len(request.token_ids) % self.config.block_size == 0:
             self.kv.extend_hashes(request)
             # The block may be full already: a later step was planned before its token was known.
             if request.status is RequestStatus.RUNNING:

@@ -17,7 +17,9 @@ from jax import lax
 
 from jaxpaged.device.determinism import CONFIG_CONTEXT, CONFIG_TOKENS
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.routines import XLA, Routines
 from pallas_kernels import reference, tuning
+from pallas_kernels.native import build, ops
 from pallas_kernels.paged_kv import PagedKV, PrefillTiles
 
 
@@ -91,6 +93,10 @@ class PagedAttention(ABC):
     """`attend` fits `models.layers.Attend`; how the cache is written and read is the backend's."""
 
     name: str
+    routines: Routines = XLA
+    """For the rest of the layers."""
+    variant: str | None = None
+    """Which of its code paths this processor runs, if there are several: they round differently."""
 
     def __init__(self, sizes: AttentionSizes) -> None:
         self.sizes = sizes
@@ -194,6 +200,61 @@ class ReferenceAttention(PagedAttention):
     ) -> jax.Array:
         return reference.paged_prefill(
             q, kv, tables, tiles, tile=reference.query_tile(self.sizes.group), **settings
+        )
+
+
+class NativeAttention(PagedAttention):
+    """Compiled kernels for CPUs, which `native.build.load` has made ready. As with the reference, a
+    token gets the same bits however it is scheduled.
+    """
+
+    name = "native"
+
+    def __init__(self, sizes: AttentionSizes) -> None:
+        super().__init__(sizes)
+        from pallas_kernels.native.layers import NativeRoutines
+
+        self.variant = build.isa()
+        self.routines = NativeRoutines()
+
+    def tile(self, tokens: int, context: int) -> int:
+        return ops.TILE
+
+    def write(self, kv: PagedKV, k: jax.Array, v: jax.Array | None, slots: jax.Array) -> PagedKV:
+        return ops.write_kv(kv, k, v, slots)
+
+    def decode(
+        self, q: jax.Array, kv: PagedKV, tables: jax.Array, positions: jax.Array, **settings: Any
+    ) -> jax.Array:
+        return ops.paged_decode(q, kv, tables, positions, **settings)
+
+    def prefill(
+        self, q: jax.Array, kv: PagedKV, tables: jax.Array, tiles: PrefillTiles, **settings: Any
+    ) -> jax.Array:
+        return ops.paged_prefill(q, kv, tables, tiles, tile=ops.TILE, **settings)
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array | None,
+        layer_kv: PagedKV,
+        meta: AttentionMeta,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        value_dim: int | None = None,
+    ) -> tuple[jax.Array, PagedKV]:
+        """As in the base class, in one call."""
+        return ops.attend(
+            *(q, k, v, layer_kv, meta.kv_slots, meta.block_tables, meta.decode_positions),
+            meta.tiles if meta.tiles.token_tile.shape[0] else None,
+            block_size=self.sizes.block_size,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            value_dim=value_dim,
         )
 
 

@@ -11,15 +11,19 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
+from jaxpaged.config import cache_root, cxx
 from jaxpaged.device.attention import (
     AttentionMeta,
     AttentionSizes,
     Kernel,
     KernelAttention,
+    NativeAttention,
     PagedAttention,
     ReferenceAttention,
 )
+from jaxpaged.device.kv_cache import storage_dtype
 from jaxpaged.errors import ConfigError
+from pallas_kernels.native import build, trial
 from pallas_kernels.paged_kv import PagedKV, PrefillTiles, is_8_bit
 from pallas_kernels.tuning import TuningTable, load_table
 
@@ -28,6 +32,8 @@ LEAST_CAPABILITY = (8, 0)
 """Of a CUDA device: bfloat16 and asynchronous copies."""
 LEAST_CAPABILITY_FLOAT8 = (8, 9)
 HOPPER = (9, 0)
+_COST_ON_CPU = "about 5 times as long"
+"""Measured on decode steps: docs/kernels.md."""
 _TRIED_ROWS, _TRIED_TOKENS = 8, 16
 """Sizes of the step that kernels are tried on."""
 
@@ -36,7 +42,7 @@ class _Unsuitable(Exception):
     """The device cannot run a backend."""
 
 
-_REFUSALS = (_Unsuitable, NotImplementedError, ImportError)
+_REFUSALS = (_Unsuitable, NotImplementedError, ImportError, build.NativeUnavailable)
 
 
 def choose_backend(
@@ -45,16 +51,23 @@ def choose_backend(
     """The backend for the setting `attention_backend=name` on `device`, and the reason, to be
     logged once. No weights are needed: kernels are tried by tracing them on shapes.
 
-    "auto" takes Pallas Triton on CUDA devices, or warns and takes the reference if it cannot; and
-    the reference elsewhere. Raises `ConfigError` if a backend asked for by name cannot serve.
+    "auto" takes Pallas Triton on CUDA devices and the native kernels on CPUs, or warns and takes
+    the reference if it cannot; and the reference elsewhere. Raises `ConfigError` if a backend asked
+    for by name cannot serve.
     """
     if name == "reference":
         return ReferenceAttention(sizes), "asked for"
     if name == "auto":
         return _automatic(sizes, device)
-    make = {"pallas_triton": _triton, "pallas_mosaic": _mosaic, "pallas_interpret": _interpreted}
+    make = {
+        "native": _native,
+        "pallas_triton": _triton,
+        "pallas_mosaic": _mosaic,
+        "pallas_interpret": _interpreted,
+    }
     try:
-        return make[name](sizes, device), "asked for"
+        backend = make[name](sizes, device)
+        return backend, "asked for" if backend.variant is None else f"asked for, {backend.variant}"
     except _REFUSALS as error:
         raise ConfigError(
             f"attention_backend={name!r} cannot serve this model here: {_told(error)}. Take "
@@ -75,6 +88,8 @@ def read_tuning_table(path: str | None) -> TuningTable | None:
 
 
 def _automatic(sizes: AttentionSizes, device: jax.Device) -> tuple[PagedAttention, str]:
+    if device.platform == "cpu":
+        return _automatic_on_cpu(sizes, device)
     capability = _capability(device)
     if capability is None:
         return ReferenceAttention(sizes), f"there are no kernels for {_kind(device)}"
@@ -87,6 +102,29 @@ def _automatic(sizes: AttentionSizes, device: jax.Device) -> tuple[PagedAttentio
         )
         return ReferenceAttention(sizes), "the kernels cannot serve"
     return backend, f"{device.device_kind}, compute capability {_dotted(capability)}"
+
+
+def _automatic_on_cpu(sizes: AttentionSizes, device: jax.Device) -> tuple[PagedAttention, str]:
+    try:
+        backend = _native(sizes, device)
+    except _REFUSALS as error:
+        _log.warning(
+            "Attention falls back from native kernels to plain XLA, which takes %s: %s.",
+            _COST_ON_CPU,
+            _told(error),
+        )
+        return ReferenceAttention(sizes), "the native kernels cannot serve"
+    return backend, f"kernels for CPUs, {backend.variant}"
+
+
+def _native(sizes: AttentionSizes, device: jax.Device) -> PagedAttention:
+    if device.platform != "cpu":
+        raise _Unsuitable(f"it is for CPUs, and the model runs on {device.device_kind}")
+    build.load(folder=cache_root() / "native", compiler=cxx(), announce=_log.info)
+    backend = NativeAttention(sizes)
+    _try(backend)
+    trial.check(sizes.dtype)
+    return backend
 
 
 def _triton(sizes: AttentionSizes, device: jax.Device) -> PagedAttention:
@@ -202,8 +240,11 @@ def _small_step(backend: PagedAttention, tokens: int, window: int | None) -> jax
     def new(heads: int, dim: int) -> jax.Array:
         return jnp.zeros((count, heads, dim), sizes.dtype)
 
+    platform = "cpu" if isinstance(backend, NativeAttention) else "gpu"
+    stored = storage_dtype(sizes.cache_dtype, platform)
+
     def pool(dim: int) -> jax.Array:
-        return jnp.zeros((2 * sizes.block_size, sizes.kv_heads, dim), sizes.cache_dtype)
+        return jnp.zeros((2 * sizes.block_size, sizes.kv_heads, dim), stored)
 
     scales = jnp.zeros((2 * sizes.block_size, sizes.kv_heads), jnp.float32)
     k_scale = scales if is_8_bit(sizes.cache_dtype) else None

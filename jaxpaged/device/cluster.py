@@ -22,7 +22,7 @@ MEETING_SECONDS = 120
 """How long a process waits for the others at the start."""
 _LOCAL_SETTINGS = (
     *("process_id", "disable_progress", "model", "tokenizer", "compile_cache_dir"),
-    *("chat_template", "coordinator"),
+    *("chat_template", "coordinator", "compiled"),
 )
 """Settings that may differ between processes: paths, and what only this process shows."""
 

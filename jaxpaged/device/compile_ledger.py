@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
+import jax
 from jax import monitoring
+from jax.experimental.compilation_cache import compilation_cache
 
 _log = logging.getLogger(__name__)
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -28,25 +32,39 @@ def known_deprecations() -> Iterator[None]:
 
 
 @contextmanager
-def _first_calls(hits: list[str]) -> Iterator[None]:
-    """Add an entry to `hits` for each program that the persistent cache has."""
+def cache_hits() -> Iterator[Callable[[], int]]:
+    """A function that counts the programs which the persistent cache had for the calling thread."""
+    hits: list[int] = []
 
     def listen(event: str, **_: object) -> None:
         if event == _CACHE_HIT_EVENT:
-            hits.append(event)
+            hits.append(threading.get_ident())
 
     monitoring.register_event_listener(listen)
     try:
-        with known_deprecations():
-            yield
+        yield lambda: hits.count(threading.get_ident())
     finally:
         monitoring.unregister_event_listener(listen)
 
 
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """The persistent cache is off inside, for the whole process."""
+    settings: Any = jax.config  # which declares no names
+    before = settings.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # or JAX goes by what it saw at its first compile
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
 @dataclass(frozen=True, slots=True)
 class CompileRecord:
-    """One program: its name, the milliseconds of tracing and compiling, and whether the cache had
-    it.
+    """One program: its name, the milliseconds of tracing and compiling, and whether a cache or an
+    ahead-of-time artefact had it.
     """
 
     program: str
@@ -55,10 +73,16 @@ class CompileRecord:
     after_warmup: bool
 
 
+@contextmanager
+def _first_calls() -> Iterator[Callable[[], int]]:
+    with cache_hits() as count, known_deprecations():
+        yield count
+
+
 @dataclass(slots=True)
 class CompileLedger:
-    """Counts traces: functions under jit call `traced` while they are traced, which happens once
-    per program.
+    """What became ready to run. Functions under jit call `traced` while they are traced, which
+    happens once per program.
     """
 
     records: list[CompileRecord] = field(default_factory=list)
@@ -69,21 +93,28 @@ class CompileLedger:
     def traced(self) -> None:
         self._traces += 1
 
+    @property
+    def traces(self) -> int:
+        """Programs that were traced: fewer than `compiles` where executables were loaded."""
+        return self._traces
+
     @contextmanager
     def watch(self, program: str) -> Iterator[None]:
         """Around a call that may compile `program`. Costs two integer reads when it does not."""
         before, start = self._traces, time.perf_counter()
-        hits: list[str] = []
         # After warm-up it is for the record only, and each call would pay for it.
-        try:
-            with nullcontext() if self.warm else _first_calls(hits):
+        with nullcontext(int) if self.warm else _first_calls() as count:
+            try:
                 yield
-        finally:
-            if self._traces != before:
-                milliseconds = 1e3 * (time.perf_counter() - start)
-                self.records.append(CompileRecord(program, milliseconds, bool(hits), self.warm))
-                if self.warm:
-                    _log.warning("Compiled %s after warm-up (%.0f ms).", program, milliseconds)
+            finally:
+                if self._traces != before:
+                    self.add(program, 1e3 * (time.perf_counter() - start), cache_hit=count() > 0)
+
+    def add(self, program: str, milliseconds: float, *, cache_hit: bool) -> None:
+        """A program has become ready to run."""
+        self.records.append(CompileRecord(program, milliseconds, cache_hit, self.warm))
+        if self.warm:
+            _log.warning("Compiled %s after warm-up (%.0f ms).", program, milliseconds)
 
     @property
     def compiles(self) -> int:

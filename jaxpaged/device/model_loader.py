@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +21,13 @@ from jaxpaged.device.kv_cache import cache_dtype
 from jaxpaged.device.step import ModelParts, Weights, take_apart
 from jaxpaged.models.base import CausalLM
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.loading import DummyReader, load_parameters, settle_tying
+from jaxpaged.models.loading import (
+    DummyReader,
+    checked_sources,
+    load_parameters,
+    settle_tying,
+    sharding_of,
+)
 from jaxpaged.models.registry import find_model
 from jaxpaged.progress import progress_bar
 from jaxpaged.sharding import make_mesh
@@ -78,12 +87,19 @@ def choose_dtype(config: EngineConfig, source: ModelSource, platform: str) -> jn
 
 
 def _cpu_multiplies_bf16() -> bool:
+    flags = cpu_features()
+    return any(flag in flags for flag in _CPU_BF16_FLAGS)
+
+
+def cpu_features() -> list[str]:
+    """What the processor can do, in the kernel's words; empty where it does not say."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return False
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
-    return any(flag in flags for flag in _CPU_BF16_FLAGS)
+        return []
+    lines = text.splitlines()
+    told = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return sorted(told.partition(":")[2].split())
 
 
 def place_model(config: EngineConfig, source: ModelSource) -> Placement:
@@ -109,56 +125,93 @@ def load_model(
 
     Raises `UnsupportedModelError` or `ModelLoadError`; nothing is left on the device then.
     """
+    return open_model(config, source, placement).load()
+
+
+def open_model(
+    config: EngineConfig, source: ModelSource, placement: Placement | None = None
+) -> OpenedModel:
+    """All that can be said of a model, and against its files, before its weights are read.
+
+    Raises as `load_model`, except for what is wrong with the values.
+    """
     placement = placement or place_model(config, source)
-    model_class, model_config, mesh = placement.model_class, placement.config, placement.mesh
-    dtype = placement.dtype
+    model_class, model_config = placement.model_class, placement.config
     reader: TensorReader
     if source.kind == "dummy":
         reader = DummyReader(model_class.sources(model_config), config.seed)
     else:
         reader = open_reader(source)
         model_config = settle_tying(reader, model_class, model_config)
-    parts = take_apart(model_class, model_config, dtype)
-    shapes = parts.shapes
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes.values())
-    start = time.perf_counter()
-    with progress_bar(
-        total=total,
-        desc="Loading weights",
-        unit="B",
-        unit_scale=True,
-        disable=config.disable_progress,
-    ) as bar:
-        params = load_parameters(
-            reader, model_class, model_config, shapes, mesh, lambda n: bar.update(n) and None
+    sources = checked_sources(reader, model_class, model_config)
+    parts = take_apart(model_class, model_config, placement.dtype)
+    shapes = {
+        path: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding_of(placement.mesh, sources[path])
         )
-    reader.close()
-    jax.block_until_ready(list(params.values()))
-    seconds = time.perf_counter() - start
-    _log.info(
-        "Loaded %s (%s, %s, %d device%s) in %.1f s, %.2f GB/s.",
-        source.name,
-        model_config.architecture,
-        dtype.name,
-        mesh.size,
-        "" if mesh.size == 1 else "s",
-        seconds,
-        total / seconds / 1e9,
-    )
-    here = mesh.local_devices[0]
-    weight_bytes = sum(
-        shard.data.nbytes
-        for value in params.values()
-        for shard in value.addressable_shards
-        if shard.device == here
-    )
-    return LoadedModel(
+        for path, leaf in parts.shapes.items()
+    }
+    abstract: Any = shapes
+    described = LoadedModel(
         model_class,
         model_config,
         parts,
-        parts.weights(params),
-        dtype,
+        parts.weights(abstract),
+        placement.dtype,
         placement.cache_dtype,
-        mesh,
-        weight_bytes,
+        placement.mesh,
+        sum(
+            math.prod(sharding_of(placement.mesh, sources[path]).shard_shape(leaf.shape))
+            * leaf.dtype.itemsize
+            for path, leaf in shapes.items()
+        ),
     )
+    return OpenedModel(described, reader, source.name, config.disable_progress)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model whose files were checked. `described` has shapes with shardings for weights: all that
+    programs are compiled from.
+    """
+
+    described: LoadedModel
+    reader: TensorReader
+    name: str
+    quiet: bool
+    """No progress bar."""
+
+    def load(self) -> LoadedModel:
+        """Read the weights and put them on the mesh, once. From any thread.
+
+        Raises `ModelLoadError`; nothing is left on the device then.
+        """
+        model = self.described
+        shapes = model.parts.shapes
+        total = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes.values())
+        start = time.perf_counter()
+        with progress_bar(
+            total=total, desc="Loading weights", unit="B", unit_scale=True, disable=self.quiet
+        ) as bar:
+            params = load_parameters(
+                self.reader,
+                model.model_class,
+                model.config,
+                shapes,
+                model.mesh,
+                lambda n: bar.update(n) and None,
+            )
+        self.reader.close()
+        jax.block_until_ready(list(params.values()))
+        seconds = time.perf_counter() - start
+        _log.info(
+            "Loaded %s (%s, %s, %d device%s) in %.1f s, %.2f GB/s.",
+            self.name,
+            model.config.architecture,
+            model.dtype.name,
+            model.mesh.size,
+            "" if model.mesh.size == 1 else "s",
+            seconds,
+            total / seconds / 1e9,
+        )
+        return dataclasses.replace(model, weights=model.parts.weights(params))

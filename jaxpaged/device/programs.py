@@ -168,6 +168,19 @@ def jit_step(
     )
 
 
+def jit_state(
+    loaded: LoadedModel, make: Callable[[], EngineState], ledger: CompileLedger
+) -> Callable[[], EngineState]:
+    """`make`, in one program."""
+
+    def jaxpaged_init() -> EngineState:
+        ledger.traced()
+        return make()
+
+    shardings: Any = state_shardings(loaded)
+    return jax.jit(jaxpaged_init, out_shardings=shardings)
+
+
 def jit_admit(loaded: LoadedModel, ledger: CompileLedger) -> Callable[..., SlotState]:
     """`write_slot`, with the state donated."""
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,21 +19,12 @@ from jaxpaged.core.plan import ScheduledRow
 from jaxpaged.device.attention import PagedAttention
 from jaxpaged.device.beam_candidates import split_candidates
 from jaxpaged.device.buckets import Buckets, StepShape
-from jaxpaged.device.compile_ledger import CompileLedger
 from jaxpaged.device.host_memory import give_back_freed
-from jaxpaged.device.kv_cache import make_pools
 from jaxpaged.device.model_loader import LoadedModel
-from jaxpaged.device.packing import Layout, PackedStep, RowRequest, is_decode, pack
-from jaxpaged.device.programs import (
-    copy_sizes,
-    everywhere,
-    jit_admit,
-    jit_copy,
-    jit_step,
-    layout_of,
-)
+from jaxpaged.device.packing import Layout, PackedStep, RowRequest, count_prompt_tokens, pack
+from jaxpaged.device.program_set import ProgramSet, Progress
 from jaxpaged.device.sampler import HostSamples, unpack
-from jaxpaged.device.sampling_state import SlotValues, empty_slot_state
+from jaxpaged.device.sampling_state import SlotValues
 from jaxpaged.device.step import (
     EngineState,
     StepOutput,
@@ -51,11 +41,8 @@ from jaxpaged.device.weight_update import (
     to_host,
 )
 from jaxpaged.errors import ConfigError, UnavailableError
-from jaxpaged.models.config import ModelConfig
 
 _log = logging.getLogger(__name__)
-Progress = Callable[[int, int, str], None]
-"""(done, total, program) while warming up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +80,29 @@ class Runner:
         max_model_len: int,
         max_num_seqs: int,
         settings: StepSettings,
+        programs: ProgramSet | None = None,
+        state: EngineState | None = None,
     ) -> None:
+        """`programs` and their first `state` are made here unless they are given. Raises
+        `ConfigError` if the device has no room for the pools.
+        """
+        self.programs = programs or ProgramSet(
+            loaded,
+            backend,
+            buckets,
+            settings,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+        )
         self.buckets = buckets
-        self.ledger = CompileLedger()
+        self.ledger = self.programs.ledger
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
-        self._model: ModelConfig = loaded.config
         self._dtype = loaded.dtype
         self._cache_dtype = loaded.cache_dtype
         self._mesh = loaded.mesh
-        self._block_size = config.block_size
         self._backend = backend
         self.target = Target(loaded.model_class, loaded.config, loaded.parts, loaded.mesh)
         own = loaded.weights  # lists of our own: an update empties them
@@ -112,15 +111,7 @@ class Runner:
         """The weights while they sleep in host memory."""
         self._kv_layout = settings.kv_layout
         self._deterministic = settings.determinism.promised
-        self._make_slots = jax.jit(
-            functools.partial(empty_slot_state, max_num_seqs, max_model_len),
-            out_shardings=everywhere(loaded),
-        )
-        self._step = jit_step(loaded, backend, settings, self.ledger)
-        self._admit = jit_admit(loaded, self.ledger)
-        self._copy = jit_copy(loaded, self.ledger, config.block_size)
-        self._copy_sizes = copy_sizes(max_num_seqs * len(settings.kv_layout.windows))
-        self._state: EngineState | None = self._first_state()
+        self._state: EngineState | None = state or first_state(self.programs)
         self._lasting_bytes = self._measured()
 
     @property
@@ -137,6 +128,11 @@ class Runner:
     def attention_backend(self) -> str:
         """Its name."""
         return self._backend.name
+
+    @property
+    def attention_variant(self) -> str | None:
+        """Which of the backend's code paths runs, if it has several."""
+        return self._backend.variant
 
     @property
     def deterministic(self) -> bool:
@@ -175,30 +171,10 @@ class Runner:
 
     # ------------------------------------------------------------------ state
 
-    def _first_state(self) -> EngineState:
-        """Raises `ConfigError` if the device has no room for the pools."""
-        try:
-            state = self._new_state()
-            jax.block_until_ready(state)
-            return state
-        except (ValueError, RuntimeError) as error:  # which of them depends on the backend
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise ConfigError(
-                f"There is no memory for {self.num_blocks} KV blocks: {error} Lower "
-                "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override."
-            ) from error
-
-    def _new_state(self) -> EngineState:
-        pools = make_pools(
-            self._model, self.num_blocks, self._block_size, self._cache_dtype, self._mesh
-        )
-        return EngineState(pools, self._make_slots())
-
     def reset(self) -> None:
         """A new, zeroed pool and slot state: after a failed step the donated ones are gone."""
         self._state = None
-        self._state = self._new_state()
+        self._state = self.programs.init()
 
     def close(self) -> None:
         """Give the device memory back. The runner cannot be used afterwards."""
@@ -268,7 +244,7 @@ class Runner:
             self._weights = to_devices(self.target.parts, self._stored)
             self._stored = None
         if self._state is None:
-            self._state = self._first_state()
+            self._state = first_state(self.programs)
         self._lasting_bytes = self._measured()
 
     def _check_alone(self, what: str) -> None:
@@ -297,45 +273,35 @@ class Runner:
     # ------------------------------------------------------------------ steps
 
     def layout(self, shape: StepShape) -> Layout:
-        return layout_of(
-            shape, self.max_model_len, self._block_size, self._backend, self._kv_layout
-        )
+        return self.programs.layout(shape)
 
     def admit(self, slot: int, values: SlotValues) -> None:
         """Write a request's sampling data into its slot, before the step that first uses it."""
         assert self._state is not None
-        with self.ledger.watch("admit"):
-            slots = self._admit(self._state.slots, np.int32(slot), values)
+        slots = self.programs.admit(self._state.slots, np.int32(slot), values)
         self._state = EngineState(self._state.kv, slots)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, destination), before the step whose plan asks for it."""
         assert self._state is not None
-        size = next(size for size in self._copy_sizes if size >= len(copies))
+        size = next(size for size in self.programs.copy_sizes if size >= len(copies))
         blocks = np.zeros((2, size), np.int32)
         # Padding goes beyond the pool, each to a place of its own.
         blocks[1] = self.num_blocks + np.arange(size, dtype=np.int32)
         blocks[:, : len(copies)] = np.array(copies, np.int32).reshape(-1, 2).T
-        with self.ledger.watch(f"copy[{size}]"):
-            kv = self._copy(self._state.kv, blocks)
+        kv = self.programs.copy(self._state.kv, blocks)
         self._state = EngineState(kv, self._state.slots)
 
     def pack(self, rows: Sequence[ScheduledRow], requests: Sequence[RowRequest]) -> PackedStep:
-        prompt_tokens = sum(
-            row.num_tokens
-            for row, request in zip(rows, requests, strict=True)
-            if not is_decode(row, request)
-        )
-        shape = self.buckets.shape_for(len(rows), prompt_tokens)
+        shape = self.buckets.shape_for(len(rows), count_prompt_tokens(rows, requests))
         return pack(rows, requests, self.layout(shape), self.max_num_seqs)
 
     def launch(self, packed: PackedStep, *, wants_prompt: bool) -> Launched:
         """Queue the step. Its arrays must not be touched afterwards."""
         assert self._state is not None and self._weights is not None
-        with self.ledger.watch(str(packed.layout.shape)):
-            state, output = self._step(
-                self._weights, self._state, packed.ints, packed.floats, packed.layout
-            )
+        state, output = self.programs.step(
+            self._weights, self._state, packed.ints, packed.floats, packed.layout
+        )
         self._state = state
         output.samples.copy_to_host_async()
         if packed.has_beams:
@@ -360,22 +326,27 @@ class Runner:
 
     @property
     def num_programs(self) -> int:
-        """Those that warm-up compiles: the step's shapes, block copies, and admission."""
-        return len(self.buckets.shapes) + len(self._copy_sizes) + 1
+        """Those that warm-up prepares."""
+        return len(self.programs.names)
 
     def warm_up(self, progress: Progress) -> float:
-        """Compile every program by running it on padding. Returns seconds."""
+        """Prepare every program that is not ready, and on accelerators run each on padding: what
+        their memory and their libraries cannot do should be known now. Returns seconds.
+        """
         start = time.perf_counter()
-        shapes = self.buckets.shapes
-        total = self.num_programs
-        for done, shape in enumerate(shapes):
-            progress(done, total, str(shape))
+        self.programs.prepare(progress)
+        if self._mesh.devices.flat[0].platform != "cpu":
+            self._run_all()
+        progress(self.num_programs, self.num_programs, "ready")
+        self.ledger.warm = True
+        return time.perf_counter() - start
+
+    def _run_all(self) -> None:
+        for shape in self.buckets.shapes:
             packed = pack([], [], self.layout(shape), self.max_num_seqs)
             self.read(self.launch(packed, wants_prompt=False))
-        for done, size in enumerate(self._copy_sizes, start=len(shapes)):
-            progress(done, total, f"copy[{size}]")
+        for size in self.programs.copy_sizes:
             self.copy_blocks([(0, self.num_blocks + place) for place in range(size)])
-        progress(total - 1, total, "admit")
         assert self._state is not None
         values = SlotValues(
             **{
@@ -385,9 +356,21 @@ class Runner:
         )
         self.admit(self.max_num_seqs, values)  # a slot out of range: nothing is written
         jax.block_until_ready(self._state)
-        progress(total, total, "ready")
-        self.ledger.warm = True
-        return time.perf_counter() - start
+
+
+def first_state(programs: ProgramSet) -> EngineState:
+    """Raises `ConfigError` if the device has no room for the pools."""
+    try:
+        state = programs.init()
+        jax.block_until_ready(state)
+        return state
+    except (ValueError, RuntimeError) as error:  # which of them depends on the backend
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigError(
+            f"There is no memory for {programs.num_blocks} KV blocks: {error} Lower "
+            "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override."
+        ) from error
 
 
 def _bytes_on_first_device(arrays: Any) -> int:

@@ -21,6 +21,7 @@ from jaxpaged.device.sampling_state import SlotState, record_tokens
 from jaxpaged.models.base import CausalLM
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.order import fixed_order
+from jaxpaged.models.routines import routines
 from pallas_kernels.paged_kv import PagedKV, PrefillTiles
 
 _PROMPT_ROWS = (32, 16, 8)
@@ -153,10 +154,12 @@ def make_trunk(parts: ModelParts, backend: PagedAttention, settings: StepSetting
         hidden = [model.embed(tokens, positions)]
         rope = model.rope_tables(positions, lengths)
         pools, kv = list(state.kv), settings.kv_layout
-        for index, (run, leaves) in enumerate(zip(layer_functions, weights.layers, strict=True)):
-            pool, meta = kv.pool_of[index], metas[kv.group_of[index]]
-            x, pools[pool] = run(leaves, hidden[-1], rope, pools[pool], meta)
-            hidden.append(x)
+        with routines(backend.routines):
+            layers = zip(layer_functions, weights.layers, strict=True)
+            for index, (run, leaves) in enumerate(layers):
+                pool, meta = kv.pool_of[index], metas[kv.group_of[index]]
+                x, pools[pool] = run(leaves, hidden[-1], rope, pools[pool], meta)
+                hidden.append(x)
         return model, pools, hidden
 
     return trunk
@@ -169,7 +172,7 @@ def make_step(parts: ModelParts, backend: PagedAttention, settings: StepSettings
     def step(
         weights: Weights, state: EngineState, ints: jax.Array, floats: jax.Array, layout: Layout
     ) -> tuple[EngineState, StepOutput]:
-        with fixed_order(settings.determinism.order):
+        with fixed_order(settings.determinism.order), routines(backend.routines):
             return traced(weights, state, ints, floats, layout)
 
     def traced(

@@ -23,6 +23,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.order import order_in_force
 from jaxpaged.models.parallel import all_sum
 from jaxpaged.models.rope import apply_rope
+from jaxpaged.models.routines import routines_in_force
 from jaxpaged.models.sources import GroupedQKV, Interleaved, ParamSource, Tensor, whole
 
 LayerKV = Any
@@ -66,6 +67,9 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     if order is not None:
         fixed = order.product(x.astype(weight.dtype)[:, None], matrix[None])
         return fixed.reshape(x.shape[0], *weight.shape[:-1])
+    own = routines_in_force().product(x, matrix)
+    if own is not None:
+        return own.reshape(x.shape[0], *weight.shape[:-1])
     product = lax.dot_general(
         x.astype(weight.dtype),
         matrix,
@@ -113,6 +117,11 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+        offset = 1.0 if self.unit_offset else 0.0
+        if order_in_force() is None:
+            own = routines_in_force().rms_norm(rows, self.weight[...], eps=self.eps, offset=offset)
+            if own is not None:
+                return own.reshape(x.shape)
         weight = self.weight[...].astype(jnp.float32)
         if self.unit_offset:
             weight = weight + 1.0

@@ -18,7 +18,7 @@ from jaxpaged.weights.source import ModelSource
 
 NOT_RECORDED = frozenset(
     {
-        *("record", "compile_cache_dir", "disable_progress", "check_integrity"),
+        *("record", "compile_cache_dir", "compiled", "disable_progress", "check_integrity"),
         *("chat_template", "coordinator", "num_processes", "process_id"),
     }
 )
@@ -53,6 +53,7 @@ def header(config: EngineConfig, source: ModelSource, engine: Engine) -> Record:
         "settings": settings | resolved,
         "runs_with": {
             "attention_backend": runner.attention_backend,
+            "attention_variant": runner.attention_variant,
             "kv_cache_dtype": runner.cache_dtype_name,
             "eos_token_ids": list(engine.intake.limits.eos_token_ids),
         },

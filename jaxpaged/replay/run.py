@@ -92,9 +92,13 @@ def _surroundings(header: Record, engine: Engine) -> list[str]:
         for name, value in now.items():
             if then.get(name) != value:
                 found.append(f"{what} {name}: recorded {then.get(name)!r}, now {value!r}.")
-    ran = header.get("runs_with", {})
-    names = (engine.runner.attention_backend, engine.runner.cache_dtype_name)
-    for name, value in zip(("attention_backend", "kv_cache_dtype"), names, strict=True):
+    ran, runner = header.get("runs_with", {}), engine.runner
+    runs = {
+        "attention_backend": runner.attention_backend,
+        "attention_variant": runner.attention_variant,
+        "kv_cache_dtype": runner.cache_dtype_name,
+    }
+    for name, value in runs.items():
         if ran.get(name) != value:
             found.append(f"{name}: recorded {ran.get(name)!r}, now {value!r}.")
     return found

@@ -32,33 +32,32 @@ class IncrementalDetokenizer:
         context = self._context(prompt_token_ids)
         self._strip_next_space = tokenizer.strips_leading_space and not context
         self._decoder.decode(context)  # its text belongs to the prompt
-        self._pieces: list[str] = []
+        self._between = False
+        """Between two characters, with no space to strip: what most tokens mean is known then."""
+        self._note_state()
 
     def push(self, token_id: int) -> str:
         """New text, "" while a character is unfinished, for skipped tokens and for unknown ids."""
         if token_id in self._skipped:
             return ""
+        if self._between:
+            text = self._tokenizer.whole_text(token_id)
+            if text is not None:
+                return text
         raw = self._tokenizer.token_bytes(token_id)
         if self._strip_next_space and raw:
             raw = raw.removeprefix(b" ")
             self._strip_next_space = False
-        return self._keep(self._decoder.decode(raw))
+        text = self._decoder.decode(raw)
+        self._note_state()
+        return text
 
     def finish(self) -> str:
         """What an unfinished character at the end reads as: U+FFFD, or "" when there is none."""
-        return self._keep(self._decoder.decode(b"", final=True))
+        return self._decoder.decode(b"", final=True)
 
-    @property
-    def text(self) -> str:
-        """Everything returned so far."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
-
-    def _keep(self, delta: str) -> str:
-        if delta:
-            self._pieces.append(delta)
-        return delta
+    def _note_state(self) -> None:
+        self._between = not self._strip_next_space and not self._decoder.getstate()[0]
 
     def _context(self, prompt_token_ids: Sequence[int]) -> bytes:
         """The last bytes of the prompt's visible text."""

@@ -56,6 +56,7 @@ class Tokenizer:
         backend.no_padding()
         self._pieces = PieceDecoder(backend)
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         self._special_tokens = dict(special_tokens)
         self._class_name = class_name
         self._own_templates: dict[str, ChatTemplate] = {}
@@ -156,6 +157,20 @@ class Tokenizer:
             if text is not None:  # foreign ids are unbounded, so they are not remembered
                 self._bytes[token_id] = piece
         return piece
+
+    def whole_text(self, token_id: int) -> str | None:
+        """Text of one id ("" for those that do not exist); None for parts of characters."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            raw = self.token_bytes(token_id)
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        if token_id in self._bytes:
+            self._texts[token_id] = text
+        return text
 
     def token(self, token_id: int) -> str:
         """Text of one id, for logprobs; "" for ids that do not exist, U+FFFD for partial ones."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -126,17 +125,11 @@ def open_engine(
         )
     built = time.monotonic()
     runner = llm.engine.runner
-    try:
-        _compile_side_by_side(runner)
-    except Exception as error:  # it only saves time
-        ctx.fail("compiling side by side", error)
-    compiled = time.monotonic()
     runner.warm_up(lambda done, total, program: None)
     ctx.row(
         f"start {shape.name}",
         build_s=built - start,
-        compile_s=compiled - built,
-        warm_up_s=time.monotonic() - compiled,
+        warm_up_s=time.monotonic() - built,
         programs=len(runner.buckets.shapes),
         blocks=runner.num_blocks,
         backend=backend,
@@ -144,19 +137,6 @@ def open_engine(
         memory=runner.memory_bytes(),
     )
     return llm
-
-
-def _compile_side_by_side(runner: Any) -> None:
-    """Fill the compilation cache, from which the warm-up then takes its programs."""
-    import numpy as np
-
-    lowered = []
-    for shape in runner.buckets.shapes:
-        layout = runner.layout(shape)
-        ints, floats = np.zeros(layout.num_ints, np.int32), np.zeros(layout.num_floats, np.float32)
-        lowered.append(runner._step.lower(runner._weights, runner._state, ints, floats, layout))
-    with ThreadPoolExecutor(len(lowered)) as pool:
-        list(pool.map(lambda one: one.compile() and None, lowered))
 
 
 def _random_parameters(

@@ -365,7 +365,8 @@ class Sim:
             if row.num_tokens == 0:
                 source = step.rows[row.source]
                 assert request.num_output_tokens == 0
-                assert source.request.group is request.group is not None
+                assert source.request.prompt_token_ids == request.prompt_token_ids
+                assert source.request.cache_salt == request.cache_salt
                 assert source.start + source.num_tokens == end == request.num_prompt_tokens
             else:
                 assert (row.num_tokens >= 1, row.source) == (True, -1)
@@ -386,9 +387,19 @@ class Sim:
                 has_work = request.num_computed_tokens < request.num_tokens_with_inflight
                 waits = request.awaits_fork or (request.is_beam and request.num_inflight)
                 # Members of a group that resumes have been forked in this very step.
-                waits = waits or not self.before.get(request)
+                waits = waits or not self.before.get(request) or self._is_computed(request, step)
                 if has_work and not waits and not request.end_is_in_flight(config.max_model_len):
                     assert request in served, "it lost its turn to one that waited"
+
+    def _is_computed(self, request: Request, step: ScheduledStep) -> bool:
+        """Whether a row of this step begins with a block that is yet to come for the request."""
+        size = self.scheduler.config.block_size
+        first = request.num_computed_tokens // size
+        for index in {row.start // size for row in step.rows if row.start // size >= first}:
+            names = {tuple(row.request.block_hashes[index : index + 1]) for row in step.rows}
+            if tuple(request.block_hashes[index : index + 1]) in names - {()}:
+                return True
+        return False
 
     def _check_writes(self, step: ScheduledStep) -> None:
         """No row writes a block in another one's table, unless that came by it in this very plan

@@ -108,7 +108,7 @@ def make_again(kv: KVManager, tokens: list[int]) -> Request:
 @pytest.mark.parametrize("length", [6, 8])
 def test_nothing_is_copied_in_the_step_that_writes_it(length: int) -> None:
     sim = Sim(small_config())
-    a = sim.add(make_request("a", prompt(length), 3))
+    a = sim.add(make_request("a", prompt(length), 0))  # draws nothing that b could draw as well
     b = sim.add(make_request("b", prompt(length), 3))
     step = sim.launch()
     assert step is not None
@@ -210,9 +210,12 @@ def test_many_hits_in_one_step_take_copies_of_one_block() -> None:
     again = [sim.add(make_request(f"again{i}", prompt(6), 5)) for i in range(5)]
     step = sim.launch()
     assert step is not None
-    assert len({source for source, _ in step.copies}) == 1
-    assert len({target for _, target in step.copies}) == 5
-    assert [(row.start, row.num_tokens) for row in step.rows] == [(5, 1)] * 5
+    (first,) = step.copies
+    assert [(row.start, row.num_tokens) for row in step.rows] == [(5, 1)] + [(6, 0)] * 4
+    step = sim.launch()
+    assert step is not None
+    assert {source for source, _ in step.copies} == {first[1]}
+    assert len({target for _, target in step.copies}) == 4
     sim.run()
     sim.assert_outputs()
     assert {r.num_cached_tokens for r in again} == {5}

@@ -77,10 +77,10 @@ def test_short_prompts_may_not_overtake_a_long_one() -> None:
         assert sim.admitted == sim.requests
 
 
-def test_equal_prompts_in_one_step_share_their_blocks_at_once() -> None:
+def test_prompts_in_one_step_that_begin_alike_share_their_blocks_at_once() -> None:
     sim = Sim(big())
-    for name in "ab":
-        sim.add(make_request(name, prompt(100)))
+    sim.add(make_request("a", prompt(100)))
+    sim.add(make_request("b", [*prompt(99), 7]))
     assert planned(sim.launch()) == {"a": 100, "b": 4}
     a, b = sim.requests
     assert a.block_ids[:6] == b.block_ids[:6]
@@ -429,7 +429,7 @@ def test_staggered_arrivals_leave_nothing_behind() -> None:
 def test_kv_waste_counts_empty_slots_of_held_blocks_once() -> None:
     sim = Sim(big(), depth=1)
     sim.add(make_request("a", prompt(100), 1))
-    sim.add(make_request("b", prompt(100), 1))
+    sim.add(make_request("b", [*prompt(99), 7], 1))
     sim.launch()
     # 6 shared full blocks and two last blocks with 4 of 16 slots used.
     assert sim.scheduler.stats.kv_waste == pytest.approx(24 / (8 * 16))

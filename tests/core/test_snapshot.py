@@ -123,8 +123,8 @@ def test_a_hit_is_told_from_a_block_given_out_anew() -> None:
 def test_hits_within_one_step_are_hits_too() -> None:
     sim = Sim(make_config(num_blocks=20, block_size=4))
     before = take_snapshot(sim.scheduler)
-    for name in "ab":
-        sim.add(make_request(name, range(9), max_tokens=9))
+    for name, last in (("a", 8), ("b", 9)):
+        sim.add(make_request(name, [*range(8), last], max_tokens=9))
     sim.turn()
     after = take_snapshot(sim.scheduler)
     assert after.states == "0sshh" + 15 * "f"  # written and shared in the same step
@@ -136,8 +136,8 @@ def test_hits_within_one_step_are_hits_too() -> None:
 
 def test_a_third_holder_is_a_change_and_may_be_a_hit() -> None:
     sim = Sim(make_config(num_blocks=20, block_size=4))
-    for name in "ab":
-        sim.add(make_request(name, range(9), max_tokens=9))
+    for name, last in (("a", 8), ("b", 9)):
+        sim.add(make_request(name, [*range(8), last], max_tokens=9))
     sim.turn()
     before = take_snapshot(sim.scheduler)
     sim.add(make_request("c", range(6), max_tokens=9))

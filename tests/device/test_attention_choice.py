@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -23,6 +25,7 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import find_model
 from pallas_kernels import mosaic_compat, mosaic_decode, mosaic_prefill
+from pallas_kernels.native import ops, toolchain, trial
 from pallas_kernels.tuning import Entry, PrefillConfig, write_table
 from tests.device.model_shapes import LLAMA_3_8B, TINY
 from tests.device.tiny_runner import parts_of, runner_of
@@ -32,6 +35,9 @@ from tests.zoo.case import all_cases, stored
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 HAS_MOSAIC = mosaic_compat.plgpu is not None
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, toolchain.COMPILERS)), reason="there is no C++ compiler"
+)
 needs_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="this JAX does not import Mosaic GPU")
 
 
@@ -69,14 +75,62 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ---------------------------------------------------------------- auto
 
 
-@pytest.mark.parametrize("where", [CPU, MI300, TPU], ids=lambda d: d.platform)
-def test_elsewhere_than_on_cuda_the_reference_is_what_one_expects(
+@pytest.mark.parametrize("where", [MI300, TPU], ids=lambda d: d.platform)
+def test_elsewhere_the_reference_is_what_one_expects(
     where: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     name, why = choose("auto", where)
     assert name == "reference"
-    assert "no kernels for" in why and (where is CPU or where.device_kind in why)
+    assert "no kernels for" in why and where.device_kind in why
     assert warned(caplog) == []
+
+
+@needs_compiler
+@pytest.mark.parametrize("cache", ["auto", *CACHE_DTYPES])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_every_architecture_has_native_kernels_on_cpu(
+    dtype: jnp.dtype, cache: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored_as = jnp.dtype(CACHE_DTYPES.get(cache, dtype))
+    models = [find_model(stored(case)["config"], case.name)[1] for case in all_cases()]
+    for one in {sizes_of(model, block_size=24, cache=stored_as) for model in models}:
+        name, why = choose("auto", CPU, dataclasses.replace(one, dtype=dtype))
+        assert name == "native" and "CPU" in why, one
+    assert warned(caplog) == []
+
+
+@needs_compiler
+def test_native_kernels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, why = choose("native", CPU)
+    assert name == "native" and why.startswith("asked for")
+    for where in (H200, TPU):
+        with pytest.raises(ConfigError, match=f"'native'.*for CPUs.*{where.device_kind}"):
+            choose("native", where)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ops.Unsupported("a cache of a colour that they do not know")
+
+    monkeypatch.setattr(ops, "attend", refuse)
+    with pytest.raises(ConfigError, match="'native'.*of a colour that they do not know"):
+        choose("native", CPU)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [F32, BF16, jnp.dtype(jnp.float16)])
+def test_native_kernels_that_compute_nonsense_are_not_taken(
+    dtype: jnp.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = dataclasses.replace(sizes_of(TINY, cache=dtype), dtype=dtype)
+    assert choose("auto", CPU, sizes)[0] == "native"
+    attend = trial._attend
+    for wrong in (0.9, math.nan):
+        caplog.clear()
+        monkeypatch.setattr(trial, "_attend", lambda *args, by=wrong: attend(*args) * by)
+        assert choose("auto", CPU, sizes)[0] == "reference"
+        (text,) = warned(caplog)
+        assert "wrong results" in text and dtype.name in text
+        with pytest.raises(ConfigError, match="'native'.*wrong results"):
+            choose("native", CPU, sizes)
 
 
 @pytest.mark.parametrize("where", [H200, A100, B200], ids=lambda d: d.device_kind)
@@ -228,7 +282,7 @@ def test_the_step_is_lowered_for_a_gpu_without_a_word(tmp_path: Path) -> None:
         floats = jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32)
 
         def step(weights: Any, state: Any, ints: Any, floats: Any, layout: Any = layout) -> Any:
-            return runner._step(weights, state, ints, floats, layout)
+            return runner.programs.step(weights, state, ints, floats, layout)
 
         arguments = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (runner._weights, runner._state)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged import startup
+from jaxpaged import blueprint
 from jaxpaged.config import EngineConfig
 from jaxpaged.device.kv_cache import block_bytes, max_blocks
 from jaxpaged.device.memory_plan import (
@@ -310,16 +310,16 @@ def test_start_up_plans_with_the_length_that_was_asked_for(
     wide_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sampling state of a long-context model must not be reserved for a short context."""
-    monkeypatch.setattr(startup, "device_memory", lambda *args: 2 * GIB)
-    monkeypatch.setattr(startup, "claim_device_memory", lambda utilization: 0.75)
+    monkeypatch.setattr(blueprint, "device_memory", lambda *args: 2 * GIB)
+    monkeypatch.setattr(blueprint, "claim_device_memory", lambda utilization: 0.75)
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr(startup, "step_temporaries", lambda *args: seen.append(args[4:]) or 0)
+    monkeypatch.setattr(blueprint, "step_temporaries", lambda *args: seen.append(args[4:]) or 0)
     parts = parts_of(wide_folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=100)
-    limits = (8, 64, 0.92)
     made = (parts.loaded, backend_of(parts), parts.buckets, parts.settings)
-    lines = startup._plan(parts.config, *made, *limits).lines
+    inputs = blueprint._memory_inputs(parts.config, *made, 8, 64, 0.92)
+    lines = blueprint._plan(parts.config, parts.loaded, 8, inputs).lines
     assert seen == [(8, 100)]
-    state = startup.slot_state_bytes(8, 100)
+    state = blueprint.slot_state_bytes(8, 100)
     assert any("sampling state" in line and f"{state / MIB:.1f} MiB" in line for line in lines)
 
 

@@ -11,7 +11,8 @@ import pytest
 from jax import monitoring
 
 from jaxpaged.device.packing import FROM_HISTORY, pack
-from jaxpaged.device.runner import Runner
+from jaxpaged.device.program_set import ProgramSet
+from jaxpaged.device.runner import Runner, first_state
 from jaxpaged.device.step import StepOutput
 from jaxpaged.errors import ConfigError
 from tests.device.tiny_runner import (
@@ -36,11 +37,12 @@ def warm_runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     steps: list[tuple[int, int, str]] = []
     runner.warm_up(lambda done, total, program: steps.append((done, total, program)))
     assert steps == [
-        (0, 4, "decode[8]"),
-        (1, 4, "prefill[64]"),
-        (2, 4, "copy[8]"),
-        (3, 4, "admit"),
-        (4, 4, "ready"),
+        (0, 5, "init"),
+        (1, 5, "decode[8]"),
+        (2, 5, "prefill[64]"),
+        (3, 5, "copy[8]"),
+        (4, 5, "admit"),
+        (5, 5, "ready"),
     ]
     assert [record.program for record in runner.ledger.records] == [s[2] for s in steps[:-1]]
     assert all(not pool.any() for pool in pools_of(runner)), "warming up wrote into the pool"
@@ -260,6 +262,6 @@ def test_no_room_for_the_pools(runner: Runner, monkeypatch: pytest.MonkeyPatch) 
     def full(*_: object) -> None:
         raise ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
 
-    monkeypatch.setattr("jaxpaged.device.runner.make_pools", full)
+    monkeypatch.setattr(ProgramSet, "init", full)
     with pytest.raises(ConfigError, match=r"no memory for 97 KV blocks.*Lower gpu_memory"):
-        runner._first_state()
+        first_state(runner.programs)

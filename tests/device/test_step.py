@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import pytest
 
-from jaxpaged.device.packing import pack
 from jaxpaged.device.runner import Runner
 from jaxpaged.models.llama import LlamaLayer
 from tests.device.tiny_runner import BLOCK_SIZE, NUM_BLOCKS, parts_of, runner_of
@@ -26,11 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lowered(runner: Runner, prompt_tokens: int) -> Any:
-    shape = runner.buckets.shape_for(1, prompt_tokens)
-    packed = pack([], [], runner.layout(shape), runner.max_num_seqs)
-    return runner._step.lower(
-        runner._weights, runner._state, packed.ints, packed.floats, packed.layout
-    )
+    return runner.programs.lower(str(runner.buckets.shape_for(1, prompt_tokens)))
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

@@ -167,15 +167,10 @@ def everything(folder: str, size: int, **settings: Any) -> dict[str, Any]:
 
 def collectives(runner: Any, prompt_tokens: int) -> list[list[Any]]:
     """[operation, result shape] of every collective in a step's program."""
-    import jax
-    import jax.numpy as jnp
-
     from jaxpaged.device.buckets import StepShape
 
-    layout = runner.layout(StepShape(runner.buckets.max_rows, prompt_tokens))
-    ints = jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32)
-    floats = jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32)
-    text = runner._step.lower(runner._weights, runner._state, ints, floats, layout).compile()
+    shape = StepShape(runner.buckets.max_rows, prompt_tokens)
+    text = runner.programs.lower(str(shape)).compile()
     names = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
     pattern = rf"= \(?(\w+\[[\d,]*\]).*? ({names})(?:-start)?\("
     return [[name, shape] for shape, name in re.findall(pattern, text.as_text())]

@@ -33,6 +33,10 @@ SMALL: dict[str, Any] = {
     "disable_progress": True,
 }
 """Two programs. Tests that keep these shapes find them in the session's compilation cache."""
+CPU_BACKENDS = ("auto", "reference")
+"""Attention on CPUs: the native kernels (where there is a compiler), and plain XLA. Either keeps
+what is promised about bits.
+"""
 LONG: dict[str, Any] = {"max_model_len": 200, "num_gpu_blocks_override": 256}
 """On top of `SMALL`: contexts of up to four chunks of the reference attention."""
 

@@ -59,7 +59,7 @@ def test_no_compile_after_warm_up() -> None:
     rng = random.Random(3)
     ledger = shared_llm().engine.runner.ledger
     compiles = ledger.compiles
-    assert compiles == 4 and ledger.warm
+    assert compiles == ledger.traces == 5 and ledger.warm, "each is traced once"
     for settings in ({}, {"num_blocks": 34}, {"long_prefill_token_threshold": 9}):
         engine = fresh_engine(**settings)
         ended: list[str] = []
@@ -111,6 +111,7 @@ def test_eager_engines_compile_when_they_must() -> None:
     config = EngineConfig(model=str(model_folder()), enforce_eager=True, **SETTINGS)
     with LLM(config=config) as llm:
         assert (llm.stats().compiles, llm.stats().lazy_compiles) == (0, 0)
+        assert llm.engine.runner.ledger.traces == 0, "a start that is eager compiles nothing"
         (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
         assert output.outputs[0].token_ids == greedy_tokens(tuple(PROMPT))
         assert (llm.stats().compiles, llm.stats().lazy_compiles) == (2, 2)

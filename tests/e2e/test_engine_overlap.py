@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxpaged import SamplingParams
+from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.device.runner import Launched, StepResult
+from jaxpaged.device.step import StepOutput
 from tests.e2e.engine_support import (
     EOS,
     GREEDY,
@@ -69,6 +72,61 @@ def test_a_launch_returns_before_the_step_has_run() -> None:
     drain(engine)
     assert len(runner.ready_at_launch) > 20
     assert not all(runner.ready_at_launch), "every launch waited for its step"
+
+
+class CountedArray:
+    """A result of a step, and nothing that can be done with it but what the runner may do."""
+
+    def __init__(self, inner: Any, name: str, copied: list[str]) -> None:
+        self._inner, self._name, self._copied = inner, name, copied
+
+    def copy_to_host_async(self) -> None:
+        self._inner.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        return bool(self._inner.is_ready())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        self._copied.append(self._name)
+        return np.asarray(self._inner)
+
+
+def test_a_step_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples, in one array; prompt logprobs and beams only in steps that have them."""
+    engine = fresh_engine()
+    programs = engine.runner.programs
+    step, steps, copied = programs.step, 0, list[str]()
+
+    def counting(*args: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        state, output = step(*args)
+        arrays: dict[str, Any] = {
+            name: CountedArray(getattr(output, name), name, copied)
+            for name in ("samples", "prompt", "beams")
+        }
+        return state, StepOutput(**arrays)
+
+    monkeypatch.setattr(programs, "step", counting)
+    for index, params in enumerate(
+        [
+            GREEDY,
+            dataclasses.replace(GREEDY, n=3, temperature=0.9, seed=1, logprobs=2, stop=["END"]),
+            dataclasses.replace(GREEDY, max_tokens=12, frequency_penalty=0.3, logprobs=0),
+        ]
+    ):
+        engine.add_request(str(index), [20 + index] * (10 + 40 * index), params)
+    drain(engine)
+    assert steps > 8
+    assert copied == ["samples"] * steps
+    copied.clear()
+    steps = 0
+    run_one(engine, PROMPT, dataclasses.replace(GREEDY, prompt_logprobs=1))
+    assert copied == ["samples", "prompt"] + ["samples"] * (steps - 1)
+    copied.clear()
+    steps = 0
+    run_one(engine, PROMPT, BeamSearchParams(beam_width=2, max_tokens=4))
+    assert copied == ["samples", "beams"] * steps
 
 
 def test_each_step_has_arrays_of_its_own() -> None:

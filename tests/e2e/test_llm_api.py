@@ -121,8 +121,10 @@ def test_priority(monkeypatch: pytest.MonkeyPatch) -> None:
         ended: list[int] = []
         step = engine.step
 
-        def recording(step: Any = step, ended: list[int] = ended) -> list[RequestOutput]:
-            outputs: list[RequestOutput] = step()
+        def recording(
+            step: Any = step, ended: list[int] = ended, **options: Any
+        ) -> list[RequestOutput]:
+            outputs: list[RequestOutput] = step(**options)
             ended.extend(out.prompt_token_ids[0] for out in outputs if out.finished)
             return outputs
 
@@ -439,7 +441,7 @@ def test_a_length_beyond_the_model_is_refused_before_the_weights_are_read(
     def never(*_: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("jaxpaged.startup.load_model", never)
+    monkeypatch.setattr("jaxpaged.device.model_loader.load_parameters", never)
     with pytest.raises(ConfigError, match="max_model_len=257 is beyond the model's 256 positions"):
         make(max_model_len=257)
 

@@ -21,6 +21,7 @@ from jaxpaged import LLM, SamplingParams
 from jaxpaged.beam_params import BeamSearchParams
 from jaxpaged.models.layers import matmul
 from tests.e2e.support import (
+    CPU_BACKENDS,
     Answer,
     Params,
     Result,
@@ -140,10 +141,18 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module", params=CPU_BACKENDS)
+def tiny_llm(request: pytest.FixtureRequest, tiny_llama_path: Path) -> Iterator[LLM]:
+    """In the place of the session's, with either backend."""
+    with small_llm(tiny_llama_path, attention_backend=request.param) as llm:
+        yield llm
+
+
 @pytest.fixture(scope="module", params=PROGRAMS.values(), ids=PROGRAMS.keys())
-def programs(request: pytest.FixtureRequest, tiny_llama_path: Path) -> Iterator[LLM]:
-    """Engines whose programs have other shapes than those of `tiny_llm`."""
-    with small_llm(tiny_llama_path, **request.param) as llm:
+def programs(request: pytest.FixtureRequest, tiny_llama_path: Path, tiny_llm: LLM) -> Iterator[LLM]:
+    """Engines with the backend of `tiny_llm`, whose programs have other shapes."""
+    backend = tiny_llm.config.attention_backend
+    with small_llm(tiny_llama_path, attention_backend=backend, **request.param) as llm:
         yield llm
 
 
@@ -156,7 +165,7 @@ def assert_same(found: list[list[Result]], expected: list[list[Result]]) -> None
         assert ours == alone, f"request {index}"
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)  # with each backend
 @given(
     requests=REQUESTS,
     plan=PLANS,
@@ -186,7 +195,7 @@ def test_any_schedule_gives_the_same_bits(
         )
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(requests=REQUESTS, plan=PLANS, data=st.data())
 def test_other_programs_give_the_same_bits(
     programs: LLM,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.engine import Engine
-from tests.e2e.support import engine_over, ids, run, run_alone, small_llm, watched
+from tests.e2e.support import CPU_BACKENDS, engine_over, ids, run, run_alone, small_llm, watched
 
 
 def greedy(count: int) -> SamplingParams:
@@ -33,11 +34,24 @@ def generate(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple
                 return output.outputs[0].token_ids, output.num_cached_tokens
 
 
+@pytest.fixture(scope="module", params=CPU_BACKENDS)
+def tiny_llm(request: pytest.FixtureRequest, tiny_llama_path: Path) -> Iterator[LLM]:
+    """In the place of the session's, with either backend."""
+    with small_llm(tiny_llama_path, attention_backend=request.param) as llm:
+        yield llm
+
+
 @pytest.fixture(scope="module")
-def wide_llm(tiny_llama_path: Path) -> Iterator[LLM]:
-    """Blocks of 16, and chunks of 16 tokens."""
-    settings = {"max_num_batched_tokens": 16, "prefill_buckets": (16,), "block_size": 16}
-    with small_llm(tiny_llama_path, **settings, num_gpu_blocks_override=40) as llm:
+def wide_llm(tiny_llama_path: Path, tiny_llm: LLM) -> Iterator[LLM]:
+    """Blocks of 16, and chunks of 16 tokens; the backend of `tiny_llm`."""
+    settings: dict[str, Any] = {
+        "max_num_batched_tokens": 16,
+        "prefill_buckets": (16,),
+        "block_size": 16,
+        "num_gpu_blocks_override": 40,
+        "attention_backend": tiny_llm.config.attention_backend,
+    }
+    with small_llm(tiny_llama_path, **settings) as llm:
         yield llm
 
 

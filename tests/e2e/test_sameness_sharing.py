@@ -18,9 +18,15 @@ from tests.e2e.support import Params, Watch, engine_over, run, run_alone, small_
 
 TYPES: dict[str, dict[str, Any]] = {
     "float32": {},
+    "float32, plain XLA": {"attention_backend": "reference"},
     "bfloat16": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
     "int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "int8 cache, plain XLA": {
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "int8",
+        "attention_backend": "reference",
+    },
 }
 
 

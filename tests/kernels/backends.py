@@ -21,6 +21,7 @@ from pallas_kernels import (
     triton_prefill,
     triton_write,
 )
+from pallas_kernels.native import build, ops
 from pallas_kernels.paged_kv import PagedKV
 from pallas_kernels.pool_layout import PoolLayout
 from pallas_kernels.tuning import DecodeConfig, PrefillConfig, WriteConfig
@@ -165,6 +166,23 @@ def _triton() -> Backend:
     )
 
 
+def _native() -> Backend | None:
+    """None where there is no library and no compiler."""
+    try:
+        build.load()
+    except build.NativeUnavailable:
+        return None
+    return Backend(
+        "native",
+        (PoolLayout.NHD,),
+        _jitted(ops.paged_decode),
+        _jitted(ops.paged_prefill),
+        _jitted(ops.write_kv),
+        lambda _: ops.TILE,
+        _never,
+    )
+
+
 def _mosaic_refuses(setup: Setup) -> str | None:
     if setup.layout is PoolLayout.COMBINED:
         return "layout 'combined'"
@@ -198,7 +216,13 @@ def _mosaic() -> Backend | None:
 
 @functools.cache
 def backend(name: str) -> Backend | None:
-    return {"reference": _reference, "triton": _triton, "mosaic": _mosaic}[name]()
+    makers: dict[str, Callable[[], Backend | None]] = {
+        "reference": _reference,
+        "native": _native,
+        "triton": _triton,
+        "mosaic": _mosaic,
+    }
+    return makers[name]()
 
 
 # Every head_dim, element type, block size and layout at least once; G from 1 to 16; windows and

@@ -80,7 +80,10 @@ def _compare(name: str, cache_dtype: Any) -> str:
 def main() -> None:
     import numpy as np
 
-    kinds = [(name, dtype) for name in ("reference", "triton") for dtype in (None, np.int8)]
+    from tests.kernels.backends import backend
+
+    names = [name for name in ("reference", "native", "triton") if backend(name) is not None]
+    kinds = [(name, dtype) for name in names for dtype in (None, np.int8)]
     sys.stdout.write(json.dumps([_compare(*kind) for kind in kinds]))
 
 

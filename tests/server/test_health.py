@@ -50,7 +50,8 @@ def test_while_loading_it_lives_but_is_not_ready() -> None:
             answer = httpx.get(f"{live.base_url}/ready")
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "5"
-            assert answer.json() == {"status": "loading", "detail": "1/8 programs compiled"}
+            detail = {"detail": "1/8 programs compiled", "programs": "1/8"}
+            assert answer.json() == {"status": "loading", **detail}
         finally:
             gate.set()
         until(lambda: probe(live, "/ready") == (200, "ready"))

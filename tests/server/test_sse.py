@@ -105,6 +105,78 @@ def test_events_are_sent_as_they_come() -> None:
     asyncio.run(run())
 
 
+def test_what_comes_without_waiting_is_sent_together() -> None:
+    """Whoever makes the events says when they have to be waited for."""
+
+    async def run() -> None:
+        flush: list[sse.Flush] = []
+        go_on = asyncio.Event()
+
+        async def events() -> AsyncIterator[bytes]:
+            for number in range(4):
+                yield sse.data(b"%d" % number)
+            await flush[0]()
+            await go_on.wait()
+            yield sse.data(b"4")
+            yield sse.data(b"5")
+            raise ApiError(500, "broken")
+
+        sent: list[bytes] = []
+        response = await sse.event_response(
+            events(), keep_alive=LONG, close=lambda: None, before_waiting=flush.append
+        )
+
+        async def send(message: Any) -> None:
+            if message.get("body"):
+                sent.append(message["body"])
+                go_on.set()
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        await asyncio.wait_for(response({"type": "http"}, receive, send), SECONDS)
+        parts = [body.count(b"data: ") for body in sent]
+        assert parts == [4, 4]  # the error and DONE with what came before it
+        assert b"broken" in sent[1] and sent[1].endswith(sse.DONE)
+
+    asyncio.run(run())
+
+
+def test_a_write_that_fails_is_no_event() -> None:
+    """It is raised where the events are made, but tells nothing of them."""
+
+    async def run() -> None:
+        flush: list[sse.Flush] = []
+        closed: list[bool] = []
+
+        async def events() -> AsyncIterator[bytes]:
+            yield sse.data(b"1")
+            await flush[0]()
+            yield sse.data(b"2")
+
+        response = await sse.event_response(
+            events(),
+            keep_alive=LONG,
+            close=lambda: closed.append(True),
+            before_waiting=flush.append,
+        )
+        sent: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            if message.get("body"):
+                sent.append(message["body"])
+                raise OSError("gone")
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        await asyncio.wait_for(response({"type": "http"}, receive, send), SECONDS)
+        assert sent == [sse.data(b"1")]
+        assert closed
+
+    asyncio.run(run())
+
+
 def test_an_error_before_the_first_event_is_an_answer() -> None:
     async def run() -> None:
         source = Source()
