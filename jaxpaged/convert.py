@@ -44,6 +44,7 @@ _NUMPY_DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
+_REMOVALS, _REMOVAL_SECONDS = 50, 0.1
 _COPIED = (
     "*.json",
     "*.jinja",
@@ -212,7 +213,17 @@ def _write_whole(
             raise
         raise ConvertError(f"Cannot write {target}: {_reason(error, target)}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary.exists():
+            _remove(temporary)
+
+
+def _remove(folder: Path) -> None:
+    """Whole, though TensorStore's threads may go on to write for a moment after an interruption."""
+    for _ in range(_REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(_REMOVAL_SECONDS)
+        if not folder.exists():
+            return
 
 
 def _check_room(folder: Path, needed: int) -> None:

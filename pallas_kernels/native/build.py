@@ -70,7 +70,9 @@ def _isa_of(library: ctypes.CDLL) -> str:
 
 
 def multiplies() -> bool:
-    """Whether the library has matrix products for this processor. Call `load` first."""
+    """Whether the library has matrix products that this processor does better than XLA's. Call
+    `load` first.
+    """
     assert _library is not None
     return bool(_library.jaxpaged_multiplies())
 

@@ -121,10 +121,10 @@ ffi::Error RootMeanSquareNormCall(ffi::ThreadPool pool, ffi::RemainingArgs given
 JAXPAGED_EXPORT XLA_FFI_Error* jaxpaged_matrix_product(XLA_FFI_CallFrame*);
 JAXPAGED_EXPORT XLA_FFI_Error* jaxpaged_rms_norm(XLA_FFI_CallFrame*);
 
-// Whether there is a matrix product for this processor.
+// Whether there is a matrix product for this processor that does better than XLA's.
 JAXPAGED_EXPORT int jaxpaged_multiplies() {
   const jaxpaged::Kernels* chosen = jaxpaged::kernels();
-  return chosen != nullptr && chosen->multiply != nullptr;
+  return chosen != nullptr && chosen->multiply != nullptr && !jaxpaged::has_bf16_tiles();
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_matrix_product, jaxpaged::MatrixProductCall,

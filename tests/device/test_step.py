@@ -11,6 +11,7 @@ import pytest
 
 from jaxpaged.device.runner import Runner
 from jaxpaged.models.llama import LlamaLayer
+from pallas_kernels.native import build
 from tests.device.tiny_runner import BLOCK_SIZE, NUM_BLOCKS, parts_of, runner_of
 from tests.tiny_models import tiny_llama
 
@@ -31,25 +32,45 @@ def lowered(runner: Runner, prompt_tokens: int) -> Any:
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def programs(folder: Path, request: pytest.FixtureRequest) -> tuple[str, list[Any]]:
     """The compiled decode and prefill programs of one type."""
-    runner = runner_of(parts_of(folder, dtype=request.param))
-    compiled = [lowered(runner, tokens).compile() for tokens in (0, 64)]
+    return request.param, compiled(folder, request.param, "reference")
+
+
+def compiled(folder: Path, dtype: str, backend: str) -> list[Any]:
+    runner = runner_of(parts_of(folder, dtype=dtype, attention_backend=backend))
+    programs = [lowered(runner, tokens).compile() for tokens in (0, 64)]
     runner.close()
-    return request.param, compiled
+    return programs
+
+
+def made_by(program: Any, dtype: str) -> list[str]:
+    """The operations whose result is a pool, all of them in the type that it is stored in."""
+    text = program.as_text()
+    stored = "u16" if dtype == "bfloat16" else "f32"
+    assert set(re.findall(rf"(\w+)\[{POOL}\]", text)) == {stored}, "a pool in another type"
+    return re.findall(rf"= \w+\[{POOL}\]\S* ([\w-]+)\(", text)
 
 
 def test_no_program_copies_or_converts_a_pool(programs: tuple[str, list[Any]]) -> None:
     dtype, compiled = programs
-    stored = "u16" if dtype == "bfloat16" else "f32"
     for program in compiled:
-        text = program.as_text()
-        kinds = set(re.findall(rf"(\w+)\[{POOL}\]", text))
-        assert kinds == {stored}, "a pool in another type"
-        makers = re.findall(rf"= \w+\[{POOL}\]\S* ([\w-]+)\(", text)
+        makers = made_by(program, dtype)
         assert "scatter" in makers, "the search finds what makes pools"
         assert not {"copy", "convert", "broadcast", "select", "transpose", "copy-start"} & set(
             makers
         )
         assert makers.count("scatter") == 2 * LAYERS
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_kernels_write_into_the_pools_themselves(folder: Path, dtype: str) -> None:
+    try:
+        build.load()
+    except build.NativeUnavailable as error:
+        pytest.skip(str(error))
+    for program in compiled(folder, dtype, "native"):
+        makers = made_by(program, dtype)
+        assert makers.count("get-tuple-element") >= 2 * LAYERS, "the search finds what makes pools"
+        assert set(makers) <= {"parameter", "get-tuple-element"}
 
 
 def test_the_state_is_updated_in_place(programs: tuple[str, list[Any]]) -> None:
