@@ -119,7 +119,7 @@ class Planner(Waves):
                 parting = len(members) * len(config.windows)  # each takes a block of its own next
                 if kv.pool.num_free < headroom + parting:
                     break
-                self._start(request, request.num_tokens - 1, request.num_tokens)
+                self._start(request, request.num_tokens, request.num_tokens)
                 request.fork_at = 0
                 for member in members:
                     self._join(rows, twin, self._row(member, member.num_tokens, 0))

@@ -109,7 +109,7 @@ def decode_step(runner: Any, shape: ModelShape, batch: int, context: int) -> Any
     fields["row_slot"][:batch] = place
     fields["rope_length"][:batch] = context
     fields["logits_index"][:batch] = place
-    block_size = runner._block_size
+    block_size = runner._backend.sizes.block_size
     width = -(-context // block_size)
     order = 1 + rng.permutation(runner.num_blocks - 1)[: batch * width]
     fields["block_tables"][0, :batch, :width] = order.reshape(batch, width)

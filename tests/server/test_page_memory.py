@@ -193,7 +193,9 @@ def test_hits_and_preemptions_are_told_as_they_happen(browser: Browser) -> None:
         page.wait_for_selector("#events .preempt")
         told = page.inner_text("#events")
         assert re.search(r"Prefix hit: \d+ blocks \(.*\) used again\.", told)
-        assert re.search(r"….{8} #\d was let in: 60 prompt tokens, (none|56) of them cached", told)
+        assert re.search(
+            r"….{8} #\d was let in: 60 prompt tokens, (none|56|60) of them cached", told
+        )
         assert re.search(
             r"was preempted: its blocks went back|preemptions? between two looks", told
         )

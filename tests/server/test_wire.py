@@ -58,7 +58,8 @@ def streamed(path: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
     settings = ServerConfig(served_model_name=(MODEL,), max_request_bytes=100_000)
-    with live_server(Script(default=PIECES), settings) as live:
+    # Steps slow enough that each token is sent by itself.
+    with live_server(Script(default=PIECES, step_seconds=0.01), settings) as live:
         yield live
 
 
