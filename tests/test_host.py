@@ -4,6 +4,7 @@ that measure it.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import subprocess
@@ -42,11 +43,14 @@ def calls_of(function: Callable[[], object]) -> int:
         count += event in ("call", "c_call")
 
     before = sys.getprofile()
+    gc.collect()
+    gc.disable()  # what other tests have left calls back when it is collected
     sys.setprofile(note)
     try:
         function()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return count
 
 
