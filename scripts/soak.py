@@ -232,6 +232,7 @@ def main(argv: list[str]) -> int:
         if len(looks) > 1 and interval - 1 not in compared:
             del looks[-2]["containers"]  # the notes are in the heap, too
         print("".join(f"{looks[-1][name]:>12}" for name in columns), flush=True)
+    tracemalloc.stop()
     problems = growth(looks, args)
     largest = sorted(looks[-1]["containers"].items(), key=lambda entry: -entry[1])[:12]
     print("\nlargest containers: " + ", ".join(f"{path} {size}" for path, size in largest))

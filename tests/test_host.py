@@ -9,6 +9,7 @@ import importlib
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -141,6 +142,7 @@ def test_the_soak_finds_nothing_in_a_short_run(
 ) -> None:
     arguments = ["--tokens", "1500", "--intervals", "3", "--heap-kib", "2000"]
     assert scripts["soak"].main(arguments) == 0
+    assert not tracemalloc.is_tracing()
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     last = report["looks"][-1]
     assert last["tokens"] >= 1500 and last["forks"] > 0
