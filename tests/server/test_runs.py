@@ -40,16 +40,27 @@ def joined(pieces: list[Piece]) -> dict[int, str]:
 
 def test_prompts_times_samples() -> None:
     async def run() -> None:
-        script = Script(default="one two")
-        script.reply("first", "three four five six seven")
+        short, long = ["one", " two"], ["three", " four"] * 15
+        script, seen = Script(default=short, replies={"first": long}), threading.Event()
+
+        def stand_still(step: int) -> None:
+            """After the end of the short ones, before that of the long ones."""
+            assert step != 10 or seen.wait(60)
+
+        script.fail_read = stand_still
         async with running(script) as engine:
             params = SamplingParams(n=2, max_tokens=40, prompt_logprobs=0)
             run = await start_run(context_for(engine), "r", ["the first", "the other"], params)
-            pieces = await pieces_of(run)
-            long, short = "three four five six seven", "one two"
-            assert joined(pieces) == {0: long, 1: long, 2: short, 3: short}
+            pieces = []
+            while len(ends := [p.index for p in pieces if p.finish_reason is not None]) < 2:
+                pieces.append(await anext(run))
+            assert sorted(ends) == [2, 3]
+            seen.set()
+            pieces += await pieces_of(run)
+            texts = {0: long, 1: long, 2: short, 3: short}
+            assert joined(pieces) == {i: "".join(reply) for i, reply in texts.items()}
             ends = [p.index for p in pieces if p.finish_reason is not None]
-            assert sorted(ends) == [0, 1, 2, 3] and ends[0] in (2, 3)  # the short ones end first
+            assert sorted(ends) == [0, 1, 2, 3]
             usage = run.usage()
             assert usage.prompt_tokens == sum(len(p.prompt_token_ids) for p in run.prompts)
             assert usage.completion_tokens == sum(len(p.token_ids) for p in pieces)
