@@ -21,7 +21,7 @@ from jaxpaged.device.sampling_state import SlotState, record_tokens
 from jaxpaged.models.base import CausalLM
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.order import fixed_order
-from jaxpaged.models.routines import routines
+from jaxpaged.models.routines import LiveRows, live_rows, routines
 from pallas_kernels.paged_kv import PagedKV, PrefillTiles
 
 _PROMPT_ROWS = (32, 16, 8)
@@ -149,6 +149,7 @@ def make_trunk(parts: ModelParts, backend: PagedAttention, settings: StepSetting
         tokens, positions, lengths, metas = token_fields(
             f, state.slots, layout, settings, num_pool_slots
         )
+        live = _counts(f["decode_position"] >= 0, f["token_tile"] >= 0)
         model: CausalLM = parts.rest.build(weights.rest)
 
         hidden = [model.embed(tokens, positions)]
@@ -158,7 +159,7 @@ def make_trunk(parts: ModelParts, backend: PagedAttention, settings: StepSetting
             layers = zip(layer_functions, weights.layers, strict=True)
             for index, (run, leaves) in enumerate(layers):
                 pool, meta = kv.pool_of[index], metas[kv.group_of[index]]
-                x, pools[pool] = run(leaves, hidden[-1], rope, pools[pool], meta)
+                x, pools[pool] = run(leaves, hidden[-1], rope, pools[pool], meta, live)
                 hidden.append(x)
         return model, pools, hidden
 
@@ -183,7 +184,9 @@ def make_step(parts: ModelParts, backend: PagedAttention, settings: StepSettings
         model, pools, hidden = trunk(weights, state, f, layout)
         x = hidden[-1]
         with jax.named_scope("sample"):
-            logits = model.logits(jnp.take(x, f["logits_index"], axis=0, mode="clip"))
+            used = _counts(f["row_slot"] < state.slots.history.shape[0])
+            with live_rows(LiveRows(used, rows, rows)):
+                logits = model.logits(jnp.take(x, f["logits_index"], axis=0, mode="clip"))
             drawn = sample(
                 logits,
                 state.slots,
@@ -226,15 +229,23 @@ def _layer_functions(
                 rope: jax.Array,
                 layer_kv: PagedKV,
                 meta: AttentionMeta,
+                live: jax.Array,
                 part: Part = part,
             ) -> tuple[jax.Array, PagedKV]:
                 result: tuple[jax.Array, PagedKV]
-                result = part.build(leaves)(x, rope, layer_kv, meta, backend.attend)
+                with live_rows(LiveRows(live, meta.decode_positions.shape[0], x.shape[0])):
+                    result = part.build(leaves)(x, rope, layer_kv, meta, backend.attend)
                 return result
 
             made[kind] = jax.jit(run)
         functions.append(made[kind])
     return functions
+
+
+def _counts(rows: jax.Array, tokens: jax.Array | None = None) -> jax.Array:
+    """i32 [2]: how many of each are set."""
+    counts = [jnp.sum(mask) if mask is not None else 0 for mask in (rows, tokens)]
+    return jnp.stack([jnp.asarray(count, jnp.int32) for count in counts])
 
 
 def token_fields(

@@ -23,7 +23,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.order import order_in_force
 from jaxpaged.models.parallel import all_sum
 from jaxpaged.models.rope import apply_rope
-from jaxpaged.models.routines import routines_in_force
+from jaxpaged.models.routines import live_among, routines_in_force
 from jaxpaged.models.sources import GroupedQKV, Interleaved, ParamSource, Tensor, whole
 
 LayerKV = Any
@@ -67,7 +67,7 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     if order is not None:
         fixed = order.product(x.astype(weight.dtype)[:, None], matrix[None])
         return fixed.reshape(x.shape[0], *weight.shape[:-1])
-    own = routines_in_force().product(x, matrix)
+    own = routines_in_force().product(x, matrix, live_among(x.shape[0]))
     if own is not None:
         return own.reshape(x.shape[0], *weight.shape[:-1])
     product = lax.dot_general(
@@ -119,7 +119,13 @@ class RMSNorm(nnx.Module):
         rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
         offset = 1.0 if self.unit_offset else 0.0
         if order_in_force() is None:
-            own = routines_in_force().rms_norm(rows, self.weight[...], eps=self.eps, offset=offset)
+            own = routines_in_force().rms_norm(
+                rows,
+                self.weight[...],
+                eps=self.eps,
+                offset=offset,
+                live=live_among(rows.shape[0]),
+            )
             if own is not None:
                 return own.reshape(x.shape)
         weight = self.weight[...].astype(jnp.float32)
@@ -182,15 +188,24 @@ class GatedMLP(nnx.Module):
         self.devices = config.tensor_parallel if reduce else 1
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate_up = matmul(x, self.gate_up[...])  # [T, I, 2]
-        if self.gate_up_bias is not None:
-            gate_up = gate_up + self.gate_up_bias[...].astype(jnp.float32)[None]
-        act = ACTIVATIONS[self.activation]
-        out = matmul(act(gate_up[:, :, 0]) * gate_up[:, :, 1], self.down[...])
-        out = all_sum(out, self.devices)
+        out = all_sum(matmul(self._passed(x), self.down[...]), self.devices)
         if self.down_bias is not None:
             out = out + self.down_bias[...].astype(jnp.float32)[None]
         return out
+
+    def _passed(self, x: jax.Array) -> jax.Array:
+        """What the gates let pass: [T, I]."""
+        weight = self.gate_up[...]
+        if self.gate_up_bias is None and order_in_force() is None:
+            own = routines_in_force().gated_product(
+                x, weight, self.activation, live_among(x.shape[0])
+            )
+            if own is not None:
+                return own
+        gate_up = matmul(x, weight)  # [T, I, 2]
+        if self.gate_up_bias is not None:
+            gate_up = gate_up + self.gate_up_bias[...].astype(jnp.float32)[None]
+        return ACTIVATIONS[self.activation](gate_up[:, :, 0]) * gate_up[:, :, 1]
 
     @staticmethod
     def sources(
@@ -257,21 +272,12 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, LayerKV]:
         """`rope` is the layer's table, None where positions are not rotated."""
         weight = self.qkv[...]
-        tokens, (kv_heads, _, dim, _) = x.shape[0], weight.shape
+        tokens = x.shape[0]
         qkv = matmul(x, weight)  # [T, K, G + 2, H]
         if self.bias is not None:
             qkv = qkv + self.bias[...].astype(jnp.float32)[None]
-        turned = qkv[:, :, : self.group + 1]
-        if self.qk_norm:
-            q, k = turned[:, :, : self.group], turned[:, :, self.group :]
-            turned = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=2)
-        if rope is not None:
-            turned = apply_rope(turned, rope)
-        turned = turned.astype(weight.dtype)
         out, layer_kv = attend(
-            turned[:, :, : self.group].reshape(tokens, kv_heads * self.group, dim),
-            turned[:, :, self.group],
-            qkv[:, :, self.group + 1].astype(weight.dtype),
+            *self._turned(qkv, rope, weight.dtype),
             layer_kv,
             meta,
             scale=self.scale,
@@ -282,6 +288,25 @@ class Attention(nnx.Module):
         if self.out_bias is not None:
             mixed = mixed + self.out_bias[...].astype(jnp.float32)[None]
         return mixed, layer_kv
+
+    def _turned(
+        self, qkv: jax.Array, rope: jax.Array | None, dtype: jnp.dtype
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [T, N, H], keys and values [T, K, H] for the cache, from f32 [T, K, G + 2, H]."""
+        tokens, kv_heads, _, dim = qkv.shape
+        if rope is not None and not self.qk_norm:
+            own = routines_in_force().rotate(qkv, rope, dtype, live_among(tokens))
+            if own is not None:
+                return own
+        turned = qkv[:, :, : self.group + 1]
+        if self.qk_norm:
+            q, k = turned[:, :, : self.group], turned[:, :, self.group :]
+            turned = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=2)
+        if rope is not None:
+            turned = apply_rope(turned, rope)
+        turned = turned.astype(dtype)
+        queries = turned[:, :, : self.group].reshape(tokens, kv_heads * self.group, dim)
+        return queries, turned[:, :, self.group], qkv[:, :, self.group + 1].astype(dtype)
 
     @staticmethod
     def sources(

@@ -21,6 +21,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import ACTIVATIONS, matmul, mean, param
 from jaxpaged.models.order import order_in_force
 from jaxpaged.models.parallel import first_of_mine
+from jaxpaged.models.routines import live_rows
 from jaxpaged.models.sources import GatesThenUps, Interleaved, ParamSource, Stacked, Tensor, whole
 
 _GATE_UP_AXES = ("experts", None, "gate_up", "embed")
@@ -186,8 +187,9 @@ def _by_tiles(act: _Activation) -> _Grouped:
                 first = starts[expert] + n * tile
                 rows = x[lax.dynamic_slice_in_dim(token, first, tile)]
                 scale = lax.dynamic_slice_in_dim(weights, first, tile)
-                both = matmul(rows, gate_up_of)
-                result = matmul(_weighted(act, both, scale), down_of)
+                with live_rows(None):  # a tile's rows are not the step's
+                    both = matmul(rows, gate_up_of)
+                    result = matmul(_weighted(act, both, scale), down_of)
                 # Rows past the expert's last pair are the next one's, which overwrites them.
                 return lax.dynamic_update_slice_in_dim(out, result, first, 0)
 

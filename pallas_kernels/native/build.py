@@ -19,7 +19,7 @@ __all__ = ["HANDLERS", "NativeUnavailable", "compile_into", "isa", "load", "mult
 
 HANDLERS = (
     *("jaxpaged_paged_attention", "jaxpaged_attend", "jaxpaged_write_kv"),
-    *("jaxpaged_matrix_product", "jaxpaged_rms_norm"),
+    *("jaxpaged_matrix_product", "jaxpaged_rms_norm", "jaxpaged_rotate"),
 )
 """Functions of the library that XLA calls, and the names of its targets."""
 SHIPPED = toolchain.HERE / "prebuilt"

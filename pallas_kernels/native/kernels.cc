@@ -5,6 +5,7 @@
 #include "attend.h"
 #include "matrix.h"
 #include "norm.h"
+#include "rotate.h"
 #include "write.h"
 
 namespace jaxpaged {
@@ -15,7 +16,8 @@ namespace JAXPAGED_ISA {
 
 extern const Kernels kernels;
 const Kernels kernels = {JAXPAGED_TEXT(JAXPAGED_ISA), scratch_bytes, part_floats, attend, combine,
-                         write, JAXPAGED_MULTIPLY, JAXPAGED_MULTIPLY_BYTES, round_all, normalize};
+                         write, JAXPAGED_MULTIPLY, JAXPAGED_MULTIPLY_BYTES, round_all, normalize,
+                         rotate};
 
 }  // namespace JAXPAGED_ISA
 }  // namespace jaxpaged

@@ -79,12 +79,17 @@ struct Write {
   float* scales;           // [S, K], or null
 };
 
-// Rows times a matrix of bfloat16, which is stored by the columns of the result.
+// Rows times a matrix of bfloat16, which is stored by the columns of the result. Row i goes to row i
+// of the result if i < head, else to row i + gap.
 struct MatrixProduct {
   const uint16_t* x;       // [rows, depth]
   const uint16_t* matrix;  // [columns, depth]
-  float* out;              // [rows, columns]
+  // Float32 [.., columns]; or, where columns are pairs of a gate and what it lets pass, bfloat16
+  // [.., columns / 2]: silu(gate) times the other.
+  void* out;
   int64_t rows, columns, depth;
+  int64_t head, gap;
+  bool gated;
 };
 
 // Columns of a product that are computed together, from a multiple of this on.
@@ -99,6 +104,19 @@ struct RootMeanSquareNorm {
   int64_t width;
   float eps;
   float offset;  // added to each weight
+};
+
+// The heads of queries and keys turned by their positions, and all three apart from each other. Of
+// a group of `group` query heads each come first, then its key and its value.
+struct Rotation {
+  ElementType type;  // of the results
+  const float* x;    // [rows, kv_heads, group + 2, dim]
+  const float* cos;  // [rows, half]
+  const float* sin;
+  int64_t kv_heads, group, dim, half;
+  void* q;  // [rows, kv_heads * group, dim]
+  void* k;  // [rows, kv_heads, dim]
+  void* v;
 };
 
 struct Kernels {
@@ -125,6 +143,7 @@ struct Kernels {
   void (*round)(const float* from, uint16_t* to, int64_t count);
   // Rows [first, end).
   void (*normalize)(const RootMeanSquareNorm&, int64_t first, int64_t end);
+  void (*rotate)(const Rotation&, int64_t first, int64_t end);
 };
 
 }  // namespace jaxpaged

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "arguments.h"
+#include "live.h"
 #include "processor.h"
 #include "workers.h"
 
@@ -33,44 +34,79 @@ ffi::Error no_memory() {
 
 int64_t parts(int64_t total, int64_t size) { return (total + size - 1) / size; }
 
+// The live rows of x one after the other, as bfloat16. Null if there is no memory.
+const uint16_t* gather(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const LiveRows& live,
+                       int64_t depth) {
+  if (x.element_type() == ffi::BF16) {
+    const auto* rows = static_cast<const uint16_t*>(x.untyped_data());
+    if (live.tail == 0 || live.gap() == 0) return rows;
+    if (live.head == 0) return rows + live.first * depth;
+  }
+  const auto bytes = static_cast<size_t>(2 * live.count() * depth);
+  auto* out = static_cast<uint16_t*>(scratch_of_call().of_size(bytes));
+  if (out == nullptr) return nullptr;
+  const int64_t rows_of_piece = std::max<int64_t>(kFloatsOfPiece / std::max<int64_t>(depth, 1), 1);
+  share(pool, parts(live.count(), rows_of_piece), pool.num_threads() - 1, [&](int64_t piece) {
+    int64_t at = piece * rows_of_piece;
+    const int64_t end = std::min(at + rows_of_piece, live.count());
+    live.stretches(at, end, [&](int64_t row, int64_t row_end) {
+      const int64_t first = row * depth, count = (row_end - row) * depth;
+      if (x.element_type() == ffi::BF16) {
+        std::memcpy(out + at * depth, static_cast<const uint16_t*>(x.untyped_data()) + first,
+                    static_cast<size_t>(2 * count));
+      } else {
+        kernels()->round(static_cast<const float*>(x.untyped_data()) + first, out + at * depth,
+                         count);
+      }
+      at += row_end - row;
+    });
+  });
+  return out;
+}
+
 ffi::Error MatrixProductCall(ffi::ThreadPool pool, ffi::RemainingArgs given,
-                             ffi::Result<ffi::AnyBuffer> out) {
+                             ffi::Result<ffi::AnyBuffer> out, int64_t first, bool gated) {
   Arguments args("matrix product", given);
   const auto x = args.take("x", {ffi::BF16, ffi::F32}, {kAny, kAny});
   if (!args.good()) return args.error();
-  const int64_t rows = x->dimensions()[0], depth = x->dimensions()[1];
+  const int64_t total = x->dimensions()[0], depth = x->dimensions()[1];
   const auto matrix = args.take("weight", {ffi::BF16}, {kAny, depth});
+  const LiveRows live = take_live(args, total, first);
   args.finish();
   if (!args.good()) return args.error();
   const int64_t columns = matrix->dimensions()[0];
-  args.check("result", *out, {ffi::F32}, {rows, columns});
+  args.require(!gated || columns % 2 == 0,
+               "weight has " + words(columns) + " rows, expected pairs of a gate and another");
+  if (gated) {
+    args.check("result", *out, {ffi::BF16}, {total, columns / 2});
+  } else {
+    args.check("result", *out, {ffi::F32}, {total, columns});
+  }
   args.require(kernels() != nullptr && kernels()->multiply != nullptr,
                "this processor does not multiply bfloat16");
   if (!args.good()) return args.error();
-  if (rows == 0 || columns == 0) return ffi::Error::Success();
+  if (total == 0 || columns == 0) return ffi::Error::Success();
 
-  MatrixProduct product{nullptr, static_cast<const uint16_t*>(matrix->untyped_data()),
-                        out->typed_data<float>(), rows, columns, depth};
-  if (x->element_type() == ffi::BF16) {
-    product.x = static_cast<const uint16_t*>(x->untyped_data());
-  } else {
-    auto* rounded = static_cast<uint16_t*>(scratch_of_call().of_size(2 * rows * depth));
-    if (rounded == nullptr) return no_memory();
-    const FloatMode mode;
-    kernels()->round(static_cast<const float*>(x->untyped_data()), rounded, rows * depth);
-    product.x = rounded;
-  }
+  const int64_t rows = live.count();
+  const uint16_t* gathered = rows == 0 ? nullptr : gather(pool, *x, live, depth);
+  if (rows != 0 && gathered == nullptr) return no_memory();
+  const MatrixProduct product{gathered, static_cast<const uint16_t*>(matrix->untyped_data()),
+                              out->untyped_data(), rows, columns, depth,
+                              live.head, live.gap(), gated};
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
   const int64_t blocks = parts(columns, kBlockColumns);
   const int64_t wanted = threads * kPiecesOfThread;
   const int64_t blocks_of_piece =
       std::clamp<int64_t>(blocks / wanted, 1, kBlocksOfPiece);
   const int64_t across = parts(blocks, blocks_of_piece);
-  const int64_t down = std::clamp<int64_t>(wanted / across, 1, parts(rows, kRowsOfPiece));
-  const int64_t rows_of_piece = parts(rows, down);
+  const int64_t down =
+      rows == 0 ? 0 : std::clamp<int64_t>(wanted / across, 1, parts(rows, kRowsOfPiece));
+  const int64_t rows_of_piece = down == 0 ? 0 : parts(rows, down);
+  const Blank blank{live, out->untyped_data(), gated ? columns : 4 * columns};
   const size_t bytes = kernels()->multiply_bytes(product);
   std::atomic<bool> starved{false};
-  share(pool, across * down, threads - 1, [&](int64_t piece) {
+  share(pool, across * down + blank.pieces(), threads - 1, [&](int64_t piece) {
+    if (piece >= across * down) return blank.clear(piece - across * down);
     const int64_t block = piece % across * blocks_of_piece;
     const int64_t row = piece / across * rows_of_piece;
     void* scratch = scratch_of_piece().of_size(bytes);
@@ -81,18 +117,40 @@ ffi::Error MatrixProductCall(ffi::ThreadPool pool, ffi::RemainingArgs given,
     kernels()->multiply(product, block, std::min(block + blocks_of_piece, blocks), row,
                         std::min(row + rows_of_piece, rows), scratch);
   });
-  return starved ? no_memory()
-                 : ffi::Error::Success();
+  return starved ? no_memory() : ffi::Error::Success();
+}
+
+// `work(begin, end)` for all live rows, `width` floats each, on all threads; and clears the rest of
+// the results.
+template <size_t N, typename Work>
+void each_row(ffi::ThreadPool& pool, const LiveRows& live, int64_t width, const Blank (&blanks)[N],
+              const Work& work) {
+  const int64_t rows_of_piece = std::max<int64_t>(kFloatsOfPiece / std::max<int64_t>(width, 1), 1);
+  const int64_t pieces = parts(live.count(), rows_of_piece);
+  int64_t total = pieces;
+  for (const Blank& blank : blanks) total += blank.pieces();
+  share(pool, total, pool.num_threads() - 1, [&](int64_t piece) {
+    if (piece < pieces) {
+      const int64_t i = piece * rows_of_piece;
+      return live.stretches(i, std::min(i + rows_of_piece, live.count()), work);
+    }
+    piece -= pieces;
+    for (const Blank& blank : blanks) {
+      if (piece < blank.pieces()) return blank.clear(piece);
+      piece -= blank.pieces();
+    }
+  });
 }
 
 ffi::Error RootMeanSquareNormCall(ffi::ThreadPool pool, ffi::RemainingArgs given,
-                                  ffi::Result<ffi::AnyBuffer> out, float eps,
-                                  float offset) {
+                                  ffi::Result<ffi::AnyBuffer> out, float eps, float offset,
+                                  int64_t first) {
   Arguments args("root mean square norm", given);
   const auto x = args.take("x", {ffi::F32}, {kAny, kAny});
   if (!args.good()) return args.error();
   const int64_t rows = x->dimensions()[0], width = x->dimensions()[1];
   const auto weight = args.take("weight", {ffi::F32, ffi::BF16, ffi::F16}, {width});
+  const LiveRows live = take_live(args, rows, first);
   args.finish();
   args.check("result", *out, {ffi::F32}, {rows, width});
   args.require(kernels() != nullptr, "there are no kernels for this processor");
@@ -105,11 +163,44 @@ ffi::Error RootMeanSquareNormCall(ffi::ThreadPool pool, ffi::RemainingArgs given
                                 width,
                                 eps,
                                 offset};
-  const int64_t rows_of_piece = std::max<int64_t>(kFloatsOfPiece / std::max<int64_t>(width, 1), 1);
-  share(pool, parts(rows, rows_of_piece), pool.num_threads() - 1, [&](int64_t piece) {
-    const int64_t row = piece * rows_of_piece;
-    kernels()->normalize(norm, row, std::min(row + rows_of_piece, rows));
-  });
+  const Blank blanks[] = {{live, norm.out, 4 * width}};
+  each_row(pool, live, width, blanks,
+           [&](int64_t row, int64_t end) { kernels()->normalize(norm, row, end); });
+  return ffi::Error::Success();
+}
+
+ffi::Error RotateCall(ffi::ThreadPool pool, ffi::RemainingArgs given,
+                      ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k,
+                      ffi::Result<ffi::AnyBuffer> v, int64_t first) {
+  Arguments args("rotate", given);
+  const auto x = args.take("x", {ffi::F32}, {kAny, kAny, kAny, kAny});
+  if (!args.good()) return args.error();
+  const int64_t rows = x->dimensions()[0], kv_heads = x->dimensions()[1];
+  const int64_t group = x->dimensions()[2] - 2, dim = x->dimensions()[3];
+  const auto table = args.take("table", {ffi::F32}, {2, rows, kAny});
+  const LiveRows live = take_live(args, rows, first);
+  args.finish();
+  if (!args.good()) return args.error();
+  const int64_t half = table->dimensions()[2];
+  args.require(group > 0, "x has " + words(group + 2) + " heads a group, expected at least 3");
+  args.require(2 * half <= dim, "table turns " + words(2 * half) + " elements, and heads have " +
+                                    words(dim));
+  const ffi::DataType type = q->element_type();
+  args.check("q", *q, {ffi::F32, ffi::BF16, ffi::F16}, {rows, kv_heads * group, dim});
+  args.check("k", *k, {type}, {rows, kv_heads, dim});
+  args.check("v", *v, {type}, {rows, kv_heads, dim});
+  args.require(kernels() != nullptr, "there are no kernels for this processor");
+  if (!args.good()) return args.error();
+
+  const auto* cos = table->typed_data<float>();
+  const Rotation rotation{float_type(type), x->typed_data<float>(), cos, cos + rows * half,
+                          kv_heads, group, dim, half,
+                          q->untyped_data(), k->untyped_data(), v->untyped_data()};
+  const int64_t bytes = (type == ffi::F32 ? 4 : 2) * kv_heads * dim;
+  const Blank blanks[] = {
+      {live, rotation.q, group * bytes}, {live, rotation.k, bytes}, {live, rotation.v, bytes}};
+  each_row(pool, live, kv_heads * (group + 2) * dim, blanks,
+           [&](int64_t row, int64_t end) { kernels()->rotate(rotation, row, end); });
   return ffi::Error::Success();
 }
 
@@ -120,6 +211,7 @@ ffi::Error RootMeanSquareNormCall(ffi::ThreadPool pool, ffi::RemainingArgs given
 
 JAXPAGED_EXPORT XLA_FFI_Error* jaxpaged_matrix_product(XLA_FFI_CallFrame*);
 JAXPAGED_EXPORT XLA_FFI_Error* jaxpaged_rms_norm(XLA_FFI_CallFrame*);
+JAXPAGED_EXPORT XLA_FFI_Error* jaxpaged_rotate(XLA_FFI_CallFrame*);
 
 // Whether there is a matrix product for this processor that does better than XLA's.
 JAXPAGED_EXPORT int jaxpaged_multiplies() {
@@ -131,7 +223,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_matrix_product, jaxpaged::MatrixProductCa
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .RemainingArgs()
-                                  .Ret<xla::ffi::AnyBuffer>());
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<int64_t>("first")
+                                  .Attr<bool>("gated"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_rms_norm, jaxpaged::RootMeanSquareNormCall,
                               xla::ffi::Ffi::Bind()
@@ -139,4 +233,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_rms_norm, jaxpaged::RootMeanSquareNormCal
                                   .RemainingArgs()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<float>("eps")
-                                  .Attr<float>("offset"));
+                                  .Attr<float>("offset")
+                                  .Attr<int64_t>("first"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_rotate, jaxpaged::RotateCall,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<int64_t>("first"));

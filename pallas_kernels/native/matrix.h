@@ -9,6 +9,7 @@
 #ifndef JAXPAGED_NATIVE_MATRIX_H_
 #define JAXPAGED_NATIVE_MATRIX_H_
 
+#include "elements.h"
 #include "kernels.h"
 #include "vectors.h"
 
@@ -82,6 +83,25 @@ JAXPAGED_INLINE __mmask16 lanes(int64_t columns) {
   return columns <= 0 ? 0 : static_cast<__mmask16>((1u << columns) - 1);
 }
 
+// The sums of 32 columns from `column` on, of which `columns` are there, for row `row` of x.
+JAXPAGED_INLINE void store_sums(const MatrixProduct& p, int64_t row, int64_t column,
+                                int64_t columns, __m512 low, __m512 high) {
+  if (row >= p.head) row += p.gap;
+  if (!p.gated) {
+    float* out = static_cast<float*>(p.out) + row * p.columns + column;
+    _mm512_mask_storeu_ps(out, lanes(columns), low);
+    _mm512_mask_storeu_ps(out + kLanes, lanes(columns - kLanes), high);
+    return;
+  }
+  const __m512i even = (__m512i)(iota() * 2);
+  const __m512i odd = (__m512i)(iota() * 2 + 1);
+  const auto gate = (Floats)_mm512_permutex2var_ps(low, even, high);
+  const auto other = (Floats)_mm512_permutex2var_ps(low, odd, high);
+  uint16_t* out = static_cast<uint16_t*>(p.out) + (row * p.columns + column) / 2;
+  _mm256_mask_storeu_epi16(out, lanes(columns / 2),
+                           bits<__m256i>(to_bfloat16(silu_of(gate) * other)));
+}
+
 JAXPAGED_INLINE int64_t pairs_of(int64_t depth) { return (depth + 1) / 2; }
 
 // ------------------------------------------------------------------ few rows
@@ -115,21 +135,19 @@ static void multiply_few(const MatrixProduct& p, int64_t column, int columns,
     }
   }
   for (int r = 0; r < R; ++r) {
-    _mm512_mask_storeu_ps(p.out + r * p.columns + column, lanes(columns), sums[r]);
+    store_sums(p, r, column, columns, sums[r], _mm512_setzero_ps());
   }
 }
 
 // ------------------------------------------------------------------ more rows
 
 // A block of up to 32 rows, turned: [pairs, 32] in `turned`.
-static void turn_block(const uint16_t* matrix, int rows, int64_t depth, const uint16_t* ahead,
-                       uint32_t* turned) {
+static void turn_block(const uint16_t* matrix, int rows, int64_t depth, uint32_t* turned) {
   for (int64_t at = 0; at < depth; at += kStep) {
     const int64_t left = pairs_of(depth - at);
     for (int half = 0; half < kBlockColumns; half += kLanes) {
       __m512i r[kLanes];
-      load_turned(matrix + half * depth, rows - half, depth, at,
-                  ahead == nullptr ? nullptr : ahead + half * depth, r);
+      load_turned(matrix + half * depth, rows - half, depth, at, nullptr, r);
       for (int i = 0; i < kLanes && i < left; ++i) {
         _mm512_store_si512(turned + (at / 2 + i) * kBlockColumns + half, r[i]);
       }
@@ -137,37 +155,60 @@ static void turn_block(const uint16_t* matrix, int rows, int64_t depth, const ui
   }
 }
 
+// Rows of x, four by four: with a pointer to each, there were not enough registers for them.
 template <int R>
-JAXPAGED_INLINE void add_pair(const uint16_t* x, int64_t depth, int64_t i, bool whole,
-                              const uint32_t* turned, __m512 sums[R][2]) {
-  const uint32_t* at = turned + i * kBlockColumns;
-  const auto low = reinterpret_cast<__m512bh>(_mm512_load_si512(at));
-  const auto high = reinterpret_cast<__m512bh>(_mm512_load_si512(at + kLanes));
+struct Rows {
+  const char* four[(R + 3) / 4];
+  int64_t stride, three;
+
+  JAXPAGED_MEMBER Rows(const uint16_t* x, int64_t depth) : stride(2 * depth), three(6 * depth) {
+    for (int i = 0; i < (R + 3) / 4; ++i) four[i] = reinterpret_cast<const char*>(x + 4 * i * depth);
+  }
+  JAXPAGED_MEMBER const uint16_t* at(int r) const {
+    const int64_t offsets[] = {0, stride, 2 * stride, three};
+    return reinterpret_cast<const uint16_t*>(four[r / 4] + offsets[r % 4]);
+  }
+  JAXPAGED_MEMBER void next() {
+    for (auto& from : four) from += 4;
+    asm("" : "+r"(stride), "+r"(three));  // not to be added up before the loop
+  }
+};
+
+template <int R>
+JAXPAGED_INLINE void add_pair(const Rows<R>& x, bool whole, const uint32_t* turned,
+                              __m512 sums[R][2]) {
+  const auto low = reinterpret_cast<__m512bh>(_mm512_load_si512(turned));
+  const auto high = reinterpret_cast<__m512bh>(_mm512_load_si512(turned + kLanes));
   for (int r = 0; r < R; ++r) {
-    const __m512bh both = pair(x + r * depth + 2 * i, whole);
+    const __m512bh both = pair(x.at(r), whole);
     sums[r][0] = _mm512_dpbf16_ps(sums[r][0], low, both);
     sums[r][1] = _mm512_dpbf16_ps(sums[r][1], high, both);
   }
 }
 
+// A stretch of memory that is wanted soon, fetched a few lines with each pair of the products.
+struct Lines {
+  const char* from;
+  int64_t lines_of_pair;
+};
+
 // R rows of x, from row `row` on, with a turned block.
 template <int R>
 static void multiply_rows(const MatrixProduct& p, int64_t row, int64_t column, int64_t columns,
-                          const uint32_t* turned) {
-  const uint16_t* x = p.x + row * p.depth;
+                          const uint32_t* turned, Lines fetch) {
+  Rows<R> x(p.x + row * p.depth, p.depth);
   __m512 sums[R][2];
   for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
-  const int64_t whole = p.depth / 2;
-  for (int64_t i = 0; i < whole; ++i) add_pair<R>(x, p.depth, i, true, turned, sums);
-  if (p.depth % 2) add_pair<R>(x, p.depth, whole, false, turned, sums);
-  float* out = p.out + row * p.columns + column;
-  for (int r = 0; r < R; ++r) {
-    _mm512_mask_storeu_ps(out + r * p.columns, lanes(columns), sums[r][0]);
-    _mm512_mask_storeu_ps(out + r * p.columns + kLanes, lanes(columns - kLanes), sums[r][1]);
+  for (int64_t i = 0; i < p.depth / 2; ++i, turned += kBlockColumns) {
+    for (int64_t line = 0; line < fetch.lines_of_pair; ++line, fetch.from += 64) {
+      _mm_prefetch(fetch.from, _MM_HINT_T1);
+    }
+    add_pair<R>(x, true, turned, sums);
+    x.next();
   }
+  if (p.depth % 2) add_pair<R>(x, false, turned, sums);
+  for (int r = 0; r < R; ++r) store_sums(p, row + r, column, columns, sums[r][0], sums[r][1]);
 }
-
-#define JAXPAGED_EACH_REST(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 
 static void multiply_block(const MatrixProduct& p, int64_t block, int64_t row, int64_t row_end,
                            const uint16_t* ahead, uint32_t* scratch) {
@@ -190,18 +231,28 @@ static void multiply_block(const MatrixProduct& p, int64_t block, int64_t row, i
     }
     return;
   }
-  turn_block(p.matrix + column * p.depth, columns, p.depth, ahead,
-             scratch);
-  for (; row_end - row >= kRowsAtOnce; row += kRowsAtOnce) {
-    multiply_rows<kRowsAtOnce>(p, row, column, columns, scratch);
-  }
-  switch (row_end - row) {
-#define JAXPAGED_REST(n)                                  \
-  case n:                                                 \
-    multiply_rows<n>(p, row, column, columns, scratch);   \
+  turn_block(p.matrix + column * p.depth, columns, p.depth, scratch);
+  // Groups of equal size: the sums of a small one would wait for each other.
+  const int64_t groups = (row_end - row + kRowsAtOnce - 1) / kRowsAtOnce;
+  const int64_t pairs = p.depth < 2 ? 1 : p.depth / 2;
+  const int64_t lines = (kBlockColumns * p.depth * 2 + 63) / 64;
+  Lines fetch{reinterpret_cast<const char*>(ahead),
+              ahead == nullptr ? 0 : (lines + groups * pairs - 1) / (groups * pairs)};
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t rows = (row_end - row + groups - group - 1) / (groups - group);
+    if (group * fetch.lines_of_pair * pairs >= lines) fetch.lines_of_pair = 0;
+    switch (rows) {
+#define JAXPAGED_ROWS(n)                                         \
+  case n:                                                        \
+    multiply_rows<n>(p, row, column, columns, scratch, fetch);   \
     break;
-    JAXPAGED_EACH_REST(JAXPAGED_REST)
-#undef JAXPAGED_REST
+      JAXPAGED_ROWS(1) JAXPAGED_ROWS(2) JAXPAGED_ROWS(3) JAXPAGED_ROWS(4)
+      JAXPAGED_ROWS(5) JAXPAGED_ROWS(6) JAXPAGED_ROWS(7) JAXPAGED_ROWS(8)
+      JAXPAGED_ROWS(9) JAXPAGED_ROWS(10) JAXPAGED_ROWS(11) JAXPAGED_ROWS(12)
+#undef JAXPAGED_ROWS
+    }
+    row += rows;
+    fetch.from += fetch.lines_of_pair * pairs * 64;
   }
 }
 
