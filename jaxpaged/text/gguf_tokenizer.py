@@ -23,8 +23,8 @@ _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFTokenizerParts:
-    """What a GGUF file says about its tokenizer."""
+class TokenizerParts:
+    """What files say about a tokenizer."""
 
     backend: Tokenizer
     special_tokens: dict[str, str]
@@ -32,7 +32,7 @@ class GGUFTokenizerParts:
     chat_templates: dict[str, str]
 
 
-def build_gguf_tokenizer(file: GGUFFile) -> GGUFTokenizerParts:
+def build_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
     """Byte-level BPE (`tokenizer.ggml.model` gpt2) or SentencePiece-like (llama).
 
     Raises `ModelLoadError` for other models, an unknown `tokenizer.ggml.pre`, or a vocabulary that
@@ -65,7 +65,7 @@ def build_gguf_tokenizer(file: GGUFFile) -> GGUFTokenizerParts:
         for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if (token := _special_id(file, theirs, len(tokens))) is not None
     }
-    return GGUFTokenizerParts(backend, special, _templates(file))
+    return TokenizerParts(backend, special, _templates(file))
 
 
 def _byte_level(file: GGUFFile, vocab: dict[str, int]) -> tuple[Tokenizer, bool]:

@@ -15,6 +15,7 @@ from jaxpaged.errors import InvalidRequestError, ModelLoadError
 from jaxpaged.text.chat import ChatTemplate
 from jaxpaged.text.gguf_tokenizer import build_gguf_tokenizer
 from jaxpaged.text.pieces import PieceDecoder
+from jaxpaged.text.plain_tokenizer import CLASS_NAME, read_plain_tokenizer
 from jaxpaged.text.template_worker import render_in_worker
 from jaxpaged.weights.gguf_file import GGUFFile
 from jaxpaged.weights.source import ModelSource, locate
@@ -348,6 +349,14 @@ def _from_folder(folder: Path, templates: dict[str, str]) -> Tokenizer:
         raise ModelLoadError(
             f"{folder} has a tokenizer.model but no tokenizer.json; reading it needs the package "
             "sentencepiece: `pip install sentencepiece`, or add the model's tokenizer.json."
+        )
+    plain = read_plain_tokenizer(folder)
+    if plain is not None:
+        return Tokenizer(
+            plain.backend,
+            special_tokens=plain.special_tokens,
+            chat_templates=plain.chat_templates | templates,
+            class_name=CLASS_NAME,
         )
     # Without torch transformers warns that models are unavailable; none of ours come from there.
     logging.getLogger("transformers").addFilter(_is_not_torch_advice)
