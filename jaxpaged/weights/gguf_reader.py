@@ -15,6 +15,7 @@ from jaxpaged.weights.gguf_architectures import GLOBAL_NAMES, Architecture
 from jaxpaged.weights.gguf_blocks import Rows, unpack
 from jaxpaged.weights.gguf_config import architecture_of
 from jaxpaged.weights.gguf_file import GGUFFile, GGUFTensor
+from jaxpaged.weights.mapped_file import MappedFile
 
 Array = npt.NDArray[np.generic]
 
@@ -63,9 +64,7 @@ class GGUFTensorReader:
                 f"{file.get('general.architecture')!r} does not use: "
                 f"{', '.join(sorted(unknown)[:5])}."
             )
-        self._data: npt.NDArray[np.uint8] | None = np.asarray(
-            np.memmap(file.path, np.uint8, mode="r")
-        )
+        self._data: MappedFile | None = MappedFile(file.path)
 
     def names(self) -> list[str]:
         return sorted(self._entries)
@@ -105,7 +104,7 @@ class GGUFTensorReader:
         assert self._data is not None, "the reader is closed"
         count = tensor.shape[-2] if len(tensor.shape) > 1 else 1
         start = tensor.offset + number * count * tensor.row_bytes
-        packed = self._data[start : start + count * tensor.row_bytes].reshape(count, -1)
+        packed = self._data.cut(start, start + count * tensor.row_bytes).reshape(count, -1)
         plain = _PLAIN.get(tensor.type_name)
         if plain is None:
             return unpack(packed, tensor.type_name, rows, columns)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpaged.errors import ModelLoadError
+from jaxpaged.weights.mapped_file import MappedFile
 from jaxpaged.weights.reader import some
 from jaxpaged.weights.source import check_inside, read_json
 
@@ -66,7 +67,7 @@ class SafetensorsReader:
             self._entries = _indexed(folder, index)
         else:
             self._entries = _unindexed(folder)
-        self._maps: dict[Path, Array] = {}
+        self._maps: dict[Path, MappedFile] = {}
 
     def names(self) -> list[str]:
         return sorted(self._entries)
@@ -89,8 +90,8 @@ class SafetensorsReader:
                 f"supported for weights; supported: {', '.join(_FLOATS)}."
             )
         if entry.file not in self._maps:
-            self._maps[entry.file] = np.asarray(np.memmap(entry.file, np.uint8, mode="r"))
-        raw = self._maps[entry.file][entry.start : entry.stop]
+            self._maps[entry.file] = MappedFile(entry.file)
+        raw = self._maps[entry.file].cut(entry.start, entry.stop)
         array: Array = raw.view(_FLOATS[entry.dtype]).reshape(entry.shape)
         # The data section starts wherever the header ends: a copy where that is not aligned.
         return np.require(array[index], requirements="A")
