@@ -12,6 +12,7 @@ from jaxpaged.blueprint import Blueprint, draw_up
 from jaxpaged.config import EngineConfig, integrity_checks_forced
 from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
 from jaxpaged.device.executables import UnusableExecutables
+from jaxpaged.device.host_memory import give_back_freed
 from jaxpaged.device.kv_cache import KVLayout
 from jaxpaged.device.model_loader import LoadedModel
 from jaxpaged.device.program_set import INIT, Progress
@@ -71,6 +72,7 @@ def _build(config: EngineConfig, progress: Progress | None, recording: Recording
     )
     if not config.enforce_eager:
         runner.warm_up(progress or _ignore)
+    give_back_freed()  # what compiling or loading programs took, on threads that are gone
     limits = Limits(
         vocab_size=loaded.config.vocab_size,
         max_model_len=plan.max_model_len,

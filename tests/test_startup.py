@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 
 from jaxpaged.blueprint import use_compile_cache
 from jaxpaged.config import EngineConfig
+from jaxpaged.device.host_memory import give_back_freed
 from jaxpaged.device.model_loader import OpenedModel
 from jaxpaged.device.program_set import ProgramSet
+from jaxpaged.device.runner import Runner
 from jaxpaged.errors import ModelLoadError
 from jaxpaged.startup import build_engine, default_params, eos_token_ids
 from jaxpaged.text.tokenizer import load_tokenizer
@@ -136,3 +139,33 @@ def test_eager_starts_skip_the_programs_and_others_prepare_them_before_the_weigh
         with pytest.raises(ModelLoadError, match="the disk is gone"):
             build_engine(EngineConfig(**settings, enforce_eager=eager))
     assert lowered[:2] == ["init", "decode[8]"]
+
+
+def test_a_start_ends_with_freed_memory_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading and compiling leave holes all over the heap."""
+    happened: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            result = function(*args)
+            happened.append(name)
+            return result
+
+        return run
+
+    monkeypatch.setattr(OpenedModel, "load", noted("weights", OpenedModel.load))
+    monkeypatch.setattr(Runner, "warm_up", noted("programs", Runner.warm_up))
+    monkeypatch.setattr("jaxpaged.startup.give_back_freed", noted("trim", give_back_freed))
+    settings: dict[str, Any] = {
+        "model": str(tiny_llama(tmp_path, num_hidden_layers=1)),
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 128,
+        "num_gpu_blocks_override": 9,
+        "skip_tokenizer_init": True,
+        "disable_progress": True,
+    }
+    build_engine(EngineConfig(**settings)).close()
+    assert happened == ["weights", "programs", "trim"]
