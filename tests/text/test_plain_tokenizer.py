@@ -13,8 +13,8 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from jaxpaged.text.plain_tokenizer import _OVERRULED, _PLAIN, CLASS_NAME, read_plain_tokenizer
-from jaxpaged.text.tokenizer import Tokenizer
-from tests.text.support import TEXTS, edit_json, from_path
+from jaxpaged.text.tokenizer import Tokenizer, _from_folder
+from tests.text.support import TEXTS, edit_json
 from tests.tiny_models import BOS, EOS, PAD, tiny_llama, tiny_tokenizer
 
 TABLE = {"0": AddedToken(BOS, normalized=False, special=True)}
@@ -59,13 +59,31 @@ def test_equals_transformers_with_bos_and_a_template_file(tmp_path: Path) -> Non
     assert tokenizer.encode("the") == [0, *tokenizer.encode("the", add_special_tokens=False)]
 
 
+def test_equals_transformers_with_a_table_of_added_tokens(tmp_path: Path) -> None:
+    """As Llama 3 has it: the table comes before the old map."""
+    folder = tiny_llama(tmp_path / "m")
+    there = tiny_tokenizer().get_added_tokens_decoder()
+    table = {str(index): as_settings(token) for index, token in there.items()}
+    edit_json(folder / "tokenizer_config.json", added_tokens_decoder=table)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": EOS}))
+    check_equal(folder)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gemma3_text", "mixtral", "opt", "phi3"])
+def test_equals_transformers_for_other_models(model_type: str, tmp_path: Path) -> None:
+    """Some have tokenizer classes of their own, which the folder does not name."""
+    folder = tiny_llama(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    check_equal(folder)
+
+
 def check_equal(folder: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     plain = read_plain_tokenizer(folder)
     assert plain is not None
     theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    ours = from_path(folder)
+    ours = _from_folder(folder, {})
     assert type(theirs).__name__ == CLASS_NAME == ours.info()["tokenizer_class"]
     assert plain.special_tokens == theirs.special_tokens_map
     named = theirs.chat_template or {}
