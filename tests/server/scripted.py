@@ -88,14 +88,15 @@ class Script:
         )
 
 
-def closes(gate: threading.Event, step: int) -> Callable[[int], BaseException | None]:
-    """For `Script.fail_read`, without a failure: the model stands still after that step."""
+def waits(event: threading.Event, step: int) -> Callable[[int], BaseException | None]:
+    """For `Script.fail_read`: from that step on the model stands still until `event` is set."""
 
-    def close(number: int) -> None:
-        if number == step:
-            gate.clear()
+    def wait(number: int) -> BaseException | None:
+        if number < step or event.wait(60):
+            return None
+        return AssertionError("the event never came")
 
-    return close
+    return wait
 
 
 class ScriptedRunner:

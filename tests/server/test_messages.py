@@ -15,7 +15,7 @@ from anthropic.types import Message, TextBlock
 
 from server.settings import ServerConfig
 from tests.server.live import MODEL, Live, live_server
-from tests.server.scripted import Script, closes
+from tests.server.scripted import Script, waits
 
 REPLY = ["Hello", " there", ", how", " are you?"]
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -304,8 +304,7 @@ def test_a_long_wait_is_bridged_by_comments_and_a_failure_still_told() -> None:
 
 def test_a_client_that_leaves_aborts_its_request() -> None:
     gate = threading.Event()
-    gate.set()
-    script = Script(default=REPLY, end=False, gate=gate, fail_read=closes(gate, 3))
+    script = Script(default=REPLY, end=False, fail_read=waits(gate, 4))
     with live_server(script) as live:
         body = {"model": MODEL, "max_tokens": 200, "messages": HI, "stream": True}
         with httpx.stream(

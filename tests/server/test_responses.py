@@ -14,7 +14,7 @@ import pytest
 
 from server.settings import ServerConfig
 from tests.server.live import MODEL, Live, live_server
-from tests.server.scripted import Script, closes
+from tests.server.scripted import Script, waits
 
 REPLY = ["Hello", " there", ", how", " are you?"]
 
@@ -312,8 +312,7 @@ def test_a_later_failure_is_a_failed_response() -> None:
 
 def test_a_client_that_leaves_aborts_its_request() -> None:
     gate = threading.Event()
-    gate.set()
-    script = Script(default=REPLY, end=False, gate=gate, fail_read=closes(gate, 3))
+    script = Script(default=REPLY, end=False, fail_read=waits(gate, 4))
     with live_server(script) as live:
         body = {"model": MODEL, "input": "Hi", "stream": True}
         with httpx.stream(

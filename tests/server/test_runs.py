@@ -15,7 +15,7 @@ from server.errors import ApiError
 from server.metrics import HttpMetrics
 from server.runs import Piece, Run, start_run
 from server.settings import ServerConfig
-from tests.server.scripted import Script, running, settled
+from tests.server.scripted import Script, running, settled, waits
 
 LONG = SamplingParams(max_tokens=None, ignore_eos=True)
 
@@ -41,13 +41,8 @@ def joined(pieces: list[Piece]) -> dict[int, str]:
 def test_prompts_times_samples() -> None:
     async def run() -> None:
         short, long = ["one", " two"], ["three", " four"] * 15
-        script, seen = Script(default=short, replies={"first": long}), threading.Event()
-
-        def stand_still(step: int) -> None:
-            """After the end of the short ones, before that of the long ones."""
-            assert step != 10 or seen.wait(60)
-
-        script.fail_read = stand_still
+        seen = threading.Event()  # after the end of the short ones, before that of the long ones
+        script = Script(default=short, replies={"first": long}, fail_read=waits(seen, 10))
         async with running(script) as engine:
             params = SamplingParams(n=2, max_tokens=40, prompt_logprobs=0)
             run = await start_run(context_for(engine), "r", ["the first", "the other"], params)
