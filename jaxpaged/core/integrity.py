@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxpaged.core.block_pool import NULL_BLOCK, require
 from jaxpaged.core.request import Request, RequestStatus
+from jaxpaged.core.steady import steady_until
 
 if TYPE_CHECKING:
     from jaxpaged.core.groups import Group
@@ -108,6 +109,9 @@ def _check_running(scheduler: Queues, request: Request) -> None:
         require(alone or request.shares_tail, f"{request!r} would write a block of others")
     full = min(computed // kv.block_size, len(request.block_hashes))
     require(request.num_registered_blocks == full, f"{request!r}: {full} blocks are full")
+    if computed < request.steady_until:
+        until = steady_until(request, kv, scheduler.config.max_model_len)
+        require(request.steady_until <= until, f"{request!r} is steady until {until} only")
     _check_trimming(scheduler, request)
     for group, table in enumerate(request.tables):
         require(len(table) == blocks, f"{request!r}: table length")

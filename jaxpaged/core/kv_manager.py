@@ -329,6 +329,7 @@ class KVManager:
         assert child.capacity == 0 and parent.num_computed_tokens > 0
         for table in parent.tables:
             self.pool.touch(table)
+        parent.steady_until = 0
         child.tables = [table[:] for table in parent.tables]
         child.capacity, child.trimmed_at = parent.capacity, parent.trimmed_at
         child.num_computed_tokens = parent.num_computed_tokens
@@ -448,6 +449,6 @@ class KVManager:
         request.shares_tail = False
         # New ones: somebody may still look at the old buffers.
         request.tables = [array("i") for _ in tables]
-        request.capacity = request.trimmed_at = 0
+        request.capacity = request.trimmed_at = request.steady_until = 0
         request.num_registered_blocks = 0
         request.num_computed_tokens = request.num_hit_tokens = 0

@@ -11,6 +11,7 @@ from jaxpaged.core.plan import ScheduledRow, ScheduledStep
 from jaxpaged.core.refusals import outgrown_text
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.rope import enter_regime, must_restart
+from jaxpaged.core.steady import steady_until
 from jaxpaged.core.waves import Waves
 
 
@@ -49,13 +50,17 @@ class Planner(Waves):
         windowed = self.kv.has_windows
         # Nothing is committed until the pass is over, since a later request may preempt an
         # earlier one (by priority) whose row then goes as if it had never been.
-        rows: dict[Request, ScheduledRow] = {}
+        rows: list[ScheduledRow] = []
         for request in list(self._running):
             if budget == 0:
                 break
+            start = request.num_computed_tokens
+            if start < request.steady_until:  # nearly all decode rows
+                rows.append(ScheduledRow(request, request.epoch, start, 1, True, False))
+                budget -= 1
+                continue
             if request.status is not RequestStatus.RUNNING:  # preempted in this very loop
                 continue
-            start = request.num_computed_tokens
             count = len(request.token_ids) + request.num_inflight - start
             if count == 0 or (request.num_inflight and request.end_is_in_flight(max_model_len)):
                 continue
@@ -76,18 +81,18 @@ class Planner(Waves):
             while not (fits or allocate_slots(request, count)):
                 if self.kv.trim_all(self._running):
                     continue
-                for victim in self._choose_victims():
+                victims = self._choose_victims()
+                for victim in victims:
                     self._preempt(victim)
-                    preempted.append(victim)
-                    refunded = rows.pop(victim, None)
-                    if refunded is not None:
-                        budget += refunded.num_tokens
+                preempted += victims
+                budget += sum(row.num_tokens for row in rows if row.request in victims)
+                rows = [row for row in rows if row.request not in victims]
                 if request.status is not RequestStatus.RUNNING:
                     break
             else:
-                rows[request] = self._row(request, start, count)
+                rows.append(self._row(request, start, count))
                 budget -= count
-        return list(rows.values()), budget
+        return rows, budget
 
     def _admit(self, rows: list[ScheduledRow], budget: int) -> int:
         """Append rows of waiting requests while they fit; returns the budget left.
@@ -238,22 +243,15 @@ class Planner(Waves):
         return ScheduledRow(request, request.epoch, start, count, samples, admitted)
 
     def _commit_running(self, rows: list[ScheduledRow]) -> None:
-        """`_commit` each row, most of which are decode rows and need next to nothing of it."""
-        block_size = self.config.block_size
+        """`_commit` each row; of that steady ones need next to nothing."""
         for index, row in enumerate(rows.copy()):
-            request, start = row.request, row.start
-            if (
-                row.num_tokens == 1
-                and row.samples
-                and start >= request.num_prompt_tokens
-                and start >= request.recompute_until
-                and not request.fork_at
-                and (start + 1) // block_size <= request.num_registered_blocks
-            ):
-                request.num_computed_tokens = start + 1
+            request = row.request
+            if row.start < request.steady_until:
+                request.num_computed_tokens += 1
                 request.num_inflight += 1
             else:
                 self._commit(rows, index)
+                request.steady_until = steady_until(request, self.kv, self.config.max_model_len)
 
     def _commit(self, rows: list[ScheduledRow], index: int) -> None:
         """Take a row as computed, so that the next step can be planned on top of it. Where it

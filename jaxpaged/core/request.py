@@ -34,6 +34,7 @@ class Request:
         "block_hashes",
         "cache_salt",
         "capacity",
+        "ending_ids",
         "eos_token_ids",
         "epoch",
         "error",
@@ -41,6 +42,7 @@ class Request:
         "fork_at",
         "group",
         "leader",
+        "longest",
         "max_tokens",
         "min_tokens",
         "num_cached_tokens",
@@ -62,6 +64,7 @@ class Request:
         "slot",
         "slot_is_new",
         "status",
+        "steady_until",
         "stop_reason",
         "stop_token_ids",
         "tables",
@@ -99,6 +102,9 @@ class Request:
         self.token_ids = list(prompt_token_ids)
         """Prompt, then the outputs read so far."""
         self.num_prompt_tokens = len(self.token_ids)
+        self.ending_ids = self.eos_token_ids | self.stop_token_ids
+        self.longest = self.num_prompt_tokens + max_tokens
+        """Tokens that end it, prompt included; the scheduler knows of a lower limit."""
         self.num_computed_tokens = 0
         """Positions whose KV is in the pool once every launched step has run."""
         self.num_hit_tokens = 0
@@ -109,6 +115,10 @@ class Request:
         """For each group of layers the block of each run of block_size positions; all of one
         length. The null block stands for those that a window has left behind. A buffer view must
         be dropped before the next `schedule`, which may have to change the table."""
+        self.steady_until = 0
+        """A row of one token that starts below this needs nothing but its place in a step: it has
+        been decoding, its block has room and does not become full, nobody else holds or waits for
+        it, and no token in flight can be its last."""
         self.capacity = 0
         """Positions that its tables reach to: their length times block_size."""
         self.trimmed_at = 0

@@ -173,31 +173,44 @@ class Scheduler(Planner):
         assert len(tokens) == len(step.rows), "one token a row"
         assert next(iter(self._in_flight), None) == step.step_id, "steps are read in order"
         del self._in_flight[step.step_id]
+        block_size, max_model_len = self.config.block_size, self.config.max_model_len
         results: list[TokenResult] = []
         for index, (row, token) in enumerate(zip(step.rows, tokens, strict=True)):
             request = row.request
             if row.epoch != request.epoch:
                 continue
-            if row.samples and request.group is not None and request.is_beam:
-                request.num_inflight -= 1
+            if not row.samples:
+                if request.only_scores and row.start + row.num_tokens == request.num_prompt_tokens:
+                    self.finish(request, "length")
+                    results.append(TokenResult(request, None, True, index))
+                continue
+            request.num_inflight -= 1
+            if request.group is not None and request.group.is_beams:
                 results.append(TokenResult(request, None, False, index))
-            elif row.samples:
-                results.append(TokenResult(request, token, self._append(request, token), index))
-            elif request.only_scores and row.start + row.num_tokens == request.num_prompt_tokens:
-                self.finish(request, "length")
-                results.append(TokenResult(request, None, True, index))
-        self.stats.generation_tokens += sum([r.token is not None for r in results])
+                continue
+            known = request.token_ids
+            known.append(token)
+            total = len(known)
+            if total % block_size == 0:
+                self._name_block(request)
+            # Most tokens end nothing, and need no verdict.
+            may_end = (
+                token in request.ending_ids or total >= request.longest or total >= max_model_len
+            )
+            ended = may_end and self._end_by_verdict(request)
+            results.append(TokenResult(request, token, ended, index))
+            self.stats.generation_tokens += 1
         return results
 
-    def _append(self, request: Request, token: int) -> bool:
-        """Append a token that was in flight; True if it ends the request."""
-        request.num_inflight -= 1
-        request.token_ids.append(token)
-        if len(request.token_ids) % self.config.block_size == 0:
-            self.kv.extend_hashes(request)
-            # The block may be full already: a later step was planned before its token was known.
-            if request.status is RequestStatus.RUNNING:
-                self.kv.register(request)
+    def _name_block(self, request: Request) -> None:
+        """The last known token is the last of a block."""
+        self.kv.extend_hashes(request)
+        # The block may be full already: a later step was planned before its token was known.
+        if request.status is RequestStatus.RUNNING:
+            self.kv.register(request)
+
+    def _end_by_verdict(self, request: Request) -> bool:
+        """End the request if its last token does; True if so."""
         verdict = request.stop_verdict(self.config.max_model_len)
         if verdict is None:
             return False
