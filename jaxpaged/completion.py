@@ -65,7 +65,7 @@ class Completion:
     _pieces: list[str] = field(default_factory=list)
     """Text that no output has shown yet: to add to a long text would copy it for every token."""
 
-    def append(self, token: int, *, last: bool) -> str | None:
+    def append(self, token: int, *, last: bool = False) -> str | None:
         """Take a delivered token; returns the stop string that it completes, if any.
 
         `last`: the token ended the request as EOS or stop id, so its text is left out unless asked
@@ -74,10 +74,11 @@ class Completion:
         self.token_ids.append(token)
         if self.detokenizer is None:
             return None
-        delta = ""
-        if not last or self.parent.params.include_stop_str_in_output:
-            delta = self.detokenizer.push(token)
         matched = None
+        if last and not self.parent.params.include_stop_str_in_output:
+            delta = ""
+        else:
+            delta = self.detokenizer.push(token)
         if self.stop is not None:
             delta, matched = self.stop.push(delta, len(self.token_ids))
         if delta:
@@ -137,10 +138,13 @@ class Completion:
         The first token and the end are always told at once.
         """
         core, told, total = self.core, self._told_tokens, len(self.token_ids)
-        ended, new = core.status is RequestStatus.FINISHED, total - told
-        if self._told_end or (not ended and (new == 0 or (told > 0 and new < interval))):
+        if core.status is RequestStatus.FINISHED:
+            if self._told_end:
+                return None
+            self._told_end = True
+        elif total == told or (told and total - told < interval):
             return None
-        self._told_tokens, self._told_end = total, ended
+        self._told_tokens = total
         logprobs = mode = None
         if self.logprobs is not None:
             logprobs, mode = self.logprobs[told:], self.parent.params.logprobs_mode

@@ -15,6 +15,7 @@ from jaxpaged.completion import RequestState
 from jaxpaged.core.plan import ScheduledStep
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.device.packing import RowRequest
 from jaxpaged.device.runner import Launched, Runner
 from jaxpaged.engine_results import Results, completion_of
 from jaxpaged.errors import EngineDeadError, InvalidRequestError, UnavailableError, told
@@ -217,7 +218,8 @@ class Engine(Results):
         for row in step.rows:
             if row.admitted:
                 self._admit(row.request, now)
-        requests = [completion_of(row.request).row for row in step.rows]
+        payloads: list[Any] = [row.request.payload for row in step.rows]
+        requests: list[RowRequest] = [completion.row for completion in payloads]
         packed = self.runner.pack(step.rows, requests)
         wants_prompt = packed.layout.shape.tokens > 0 and any(
             request.wants_prompt_logprobs for request in requests

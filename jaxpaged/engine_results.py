@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from jaxpaged.beam_request import Beam, BeamState
 from jaxpaged.beam_search import Candidates
 from jaxpaged.completion import Completion, RequestState
 from jaxpaged.core.plan import ScheduledStep
-from jaxpaged.core.request import Request, RequestStatus
+from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.device.runner import StepResult
 from jaxpaged.device.sampler import STATUS_ALL_MASKED, STATUS_NOT_FINITE, HostSamples
@@ -71,24 +72,17 @@ class Results:
         updates = self.scheduler.update(step, [drawn[place] for place in places])
         if self.observer is not None:
             self.observer.read(step, updates)
-        self._recorder.tokens(
-            [
-                completion
-                for update in updates
-                if update.token is not None
-                and isinstance(completion := update.request.payload, Completion)
-            ],
-            now,
-        )
+        with_token: list[Any] = [u.request.payload for u in updates if u.token is not None]
+        self._recorder.tokens(with_token, now)
         searches: dict[str, BeamState] = {}
         for update in updates:
-            completion = update.request.payload
+            completion, token = update.request.payload, update.token
             try:
                 if isinstance(completion, Completion):
-                    if update.token is not None:
+                    if token is not None:
                         if completion.row.fields.num_logprobs >= 0:
                             completion.add_logprobs(samples, places[update.index])
-                        self._deliver(completion, update.token)
+                        self._deliver(completion, token, finished=update.finished)
                     elif update.finished:
                         self._ended(completion)
                 elif isinstance(completion, Beam):
@@ -150,19 +144,21 @@ class Results:
             self.scheduler.finish(state.core, state.finish_reason)
             self._ended(state.beams[0])
 
-    def _deliver(self, completion: Completion, token: int) -> None:
-        core = completion.core
-        finished = core.status is RequestStatus.FINISHED
-        matched = completion.append(token, last=finished and core.finish_reason == "stop")
-        if matched is not None:
-            if finished:  # the same token also reached a length cap
-                self.scheduler.amend_ending(core, "stop", stop_reason=matched)
-            else:
-                self.scheduler.finish(core, "stop", stop_reason=matched)
-        if finished or matched is not None:
-            self._ended(completion)
+    def _deliver(self, completion: Completion, token: int, *, finished: bool) -> None:
+        """Take a token, with which the request has `finished` or not."""
+        if not finished:
+            matched = completion.append(token)
+            if matched is None:
+                parent = completion.parent
+                self._changed[parent.request_id] = parent
+                return
+            self.scheduler.finish(completion.core, "stop", stop_reason=matched)
         else:
-            self._changed[completion.parent.request_id] = completion.parent
+            core = completion.core
+            matched = completion.append(token, last=core.finish_reason == "stop")
+            if matched is not None:  # the same token also reached a length cap
+                self.scheduler.amend_ending(core, "stop", stop_reason=matched)
+        self._ended(completion)
 
     # ------------------------------------------------------------------ endings
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from jaxpaged.beam_request import BeamState
@@ -64,19 +65,19 @@ class Recorder:
 
     def tokens(self, completions: Sequence[Completion], now: float) -> None:
         """Each of these has got a token."""
-        waits: dict[float, int] = {}
+        befores: list[float] = []
         for completion in completions:
             times, before = completion.parent.times, completion.last_token_time
             completion.last_token_time = times.last_token = now
             if before is not None:
-                waits[before] = waits.get(before, 0) + 1
+                befores.append(before)
             elif times.first_token is None:
                 times.first_token = now
                 if self.metrics is not None:
                     self.metrics.first_token(now - times.arrival)
         if self.metrics is not None:
             # Rows of one step got their tokens before this one together, too.
-            for before, count in waits.items():
+            for before, count in Counter(befores).items():
                 self.metrics.next_token(now - before, count)
 
     def search(self, state: BeamState, now: float) -> None:

@@ -28,6 +28,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._known = tokenizer.known_texts(skip_special_tokens=skip_special_tokens)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         context = self._context(prompt_token_ids)
         self._strip_next_space = tokenizer.strips_leading_space and not context
@@ -38,6 +39,10 @@ class IncrementalDetokenizer:
 
     def push(self, token_id: int) -> str:
         """New text, "" while a character is unfinished, for skipped tokens and for unknown ids."""
+        if self._between:
+            text = self._known.get(token_id)
+            if text is not None:
+                return text
         if token_id in self._skipped:
             return ""
         if self._between:

@@ -57,7 +57,9 @@ class Tokenizer:
         backend.no_padding()
         self._pieces = PieceDecoder(backend)
         self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str | None] = {}
+        self._texts: dict[int, str] = {}
+        self._shown_texts: dict[int, str] = {}
+        """The same for those who skip special tokens, whose text is "" here."""
         self._special_tokens = dict(special_tokens)
         self._class_name = class_name
         self._own_templates: dict[str, ChatTemplate] = {}
@@ -161,17 +163,21 @@ class Tokenizer:
 
     def whole_text(self, token_id: int) -> str | None:
         """Text of one id ("" for those that do not exist); None for parts of characters."""
+        text = self._texts.get(token_id)
+        if text is not None:
+            return text
         try:
-            return self._texts[token_id]
-        except KeyError:
-            raw = self.token_bytes(token_id)
-        try:
-            text = raw.decode("utf-8")
+            text = self.token_bytes(token_id).decode("utf-8")
         except UnicodeDecodeError:
-            text = None
+            return None
         if token_id in self._bytes:
             self._texts[token_id] = text
+            self._shown_texts[token_id] = "" if token_id in self.special_ids else text
         return text
+
+    def known_texts(self, *, skip_special_tokens: bool) -> Mapping[int, str]:
+        """What `whole_text` has told so far, by id; grows with it."""
+        return self._shown_texts if skip_special_tokens else self._texts
 
     def token(self, token_id: int) -> str:
         """Text of one id, for logprobs; "" for ids that do not exist, U+FFFD for partial ones."""
