@@ -119,18 +119,9 @@ class Completion:
         if shown is not None and core.is_finished and shown.finish_reason == core.finish_reason:
             return shown  # one of many samples, ended before
         self._text += self._take_text()
-        self._shown = CompletionOutput(
-            index=self.index,
-            text=self._text,
-            token_ids=list(self.token_ids),
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
-            finish_reason=core.finish_reason,
-            stop_reason=core.stop_reason,
-            error=core.error,
-            logprobs_mode=None if self.logprobs is None else self.parent.params.logprobs_mode,
-        )
-        return self._shown
+        self._shown = output = CompletionOutput(self.index, self._text, self.token_ids.copy())
+        self._complete(output, 0)
+        return output
 
     def delta(self, interval: int) -> CompletionOutput | None:
         """What is new since the last delta; None while that is fewer than `interval` tokens.
@@ -138,27 +129,24 @@ class Completion:
         The first token and the end are always told at once.
         """
         core, told, total = self.core, self._told_tokens, len(self.token_ids)
-        if core.status is RequestStatus.FINISHED:
-            if self._told_end:
-                return None
-            self._told_end = True
-        elif total == told or (told and total - told < interval):
+        ended = core.status is RequestStatus.FINISHED
+        if self._told_end or (not ended and (total == told or 0 < told > total - interval)):
             return None
-        self._told_tokens = total
-        logprobs = mode = None
+        self._told_tokens, self._told_end = total, ended
+        output = CompletionOutput(self.index, self._take_text(), self.token_ids[told:])
+        if ended or self.logprobs is not None:
+            self._complete(output, told)
+        return output
+
+    def _complete(self, output: CompletionOutput, told: int) -> None:
+        """Fill in what the outputs of most tokens do not have."""
+        core = self.core
+        output.finish_reason, output.stop_reason = core.finish_reason, core.stop_reason
+        output.error = core.error
         if self.logprobs is not None:
-            logprobs, mode = self.logprobs[told:], self.parent.params.logprobs_mode
-        return CompletionOutput(
-            self.index,
-            self._take_text(),
-            self.token_ids[told:],
-            self.cumulative_logprob,
-            logprobs,
-            core.finish_reason,
-            core.stop_reason,
-            core.error,
-            mode,
-        )
+            output.cumulative_logprob = self.cumulative_logprob
+            output.logprobs = self.logprobs[told:]
+            output.logprobs_mode = self.parent.params.logprobs_mode
 
     def _take_text(self) -> str:
         """What no output has shown yet."""
@@ -220,15 +208,30 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """Everything so far. Prompt logprobs are shown once they are complete."""
-        return self._output([c.output() for c in self.completions], self._complete_prompt())
+        outputs = [completion.output() for completion in self.completions]
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            outputs,
+            None not in [output.finish_reason for output in outputs],
+            self.completions[0].core.num_cached_tokens,
+            self._complete_prompt(),
+            self.times,
+            sum([completion.core.num_preemptions for completion in self.completions]),
+        )
 
     def delta(self) -> RequestOutput | None:
         """What is new since the last delta, samples without news left out; None if nothing is.
 
         Prompt logprobs come once, with the first delta after they are complete.
         """
-        outputs = []
+        outputs, finished, num_preemptions = [], True, 0
         for completion in self.completions:
+            core = completion.core
+            num_preemptions += core.num_preemptions
+            if core.status is not RequestStatus.FINISHED:
+                finished = False
             output = completion.delta(self.delta_interval)
             if output is not None:
                 outputs.append(output)
@@ -238,22 +241,6 @@ class RequestState:
         if self.prompt_logprobs is not None and not self._told_prompt:
             prompt = self._complete_prompt()
             self._told_prompt = prompt is not None
-        return self._output(outputs, prompt)
-
-    def _complete_prompt(self) -> list[LogprobDict | None] | None:
-        prompt = self.prompt_logprobs
-        if prompt is None or any(entry is None for entry in prompt[1:]):
-            return None
-        return list(prompt)
-
-    def _output(
-        self, outputs: list[CompletionOutput], prompt: list[LogprobDict | None] | None
-    ) -> RequestOutput:
-        finished, num_preemptions = True, 0
-        for completion in self.completions:
-            core = completion.core
-            num_preemptions += core.num_preemptions
-            finished = finished and core.status is RequestStatus.FINISHED
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -265,6 +252,12 @@ class RequestState:
             self.times,
             num_preemptions,
         )
+
+    def _complete_prompt(self) -> list[LogprobDict | None] | None:
+        prompt = self.prompt_logprobs
+        if prompt is None or any(entry is None for entry in prompt[1:]):
+            return None
+        return list(prompt)
 
 
 def logprob_dict(

@@ -175,6 +175,7 @@ class Scheduler(Planner):
         del self._in_flight[step.step_id]
         block_size, max_model_len = self.config.block_size, self.config.max_model_len
         results: list[TokenResult] = []
+        num_delivered = 0
         for index, (row, token) in enumerate(zip(step.rows, tokens, strict=True)):
             request = row.request
             if row.epoch != request.epoch:
@@ -199,7 +200,8 @@ class Scheduler(Planner):
             )
             ended = may_end and self._end_by_verdict(request)
             results.append(TokenResult(request, token, ended, index))
-            self.stats.generation_tokens += 1
+            num_delivered += 1
+        self.stats.generation_tokens += num_delivered
         return results
 
     def _name_block(self, request: Request) -> None:
