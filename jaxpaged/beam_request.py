@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxpaged.beam_params import BeamSearchParams
-from jaxpaged.beam_search import BeamSearch, Candidates, Hypothesis
+from jaxpaged.beam_search import BeamSearch, Floats, Hypothesis, Ints
 from jaxpaged.core.groups import Group
 from jaxpaged.core.request import Request
 from jaxpaged.device.packing import RowRequest
@@ -14,6 +16,9 @@ from jaxpaged.outputs import CompletionOutput, RequestOutput, RequestTimes
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.text.detokenizer import IncrementalDetokenizer
 from jaxpaged.text.tokenizer import Tokenizer
+
+StepBeams = tuple[Ints, Floats]
+"""Ids and log-probabilities [rows of a step, candidates]."""
 
 
 @dataclass(slots=True)
@@ -25,21 +30,20 @@ class Beam:
     parent: BeamState
     row: RowRequest
     core: Request = field(init=False)
-    _candidates: Candidates | None = None
+    found: StepBeams | None = None
+    """What its row has been computed to go on with, until the search has gone on from it."""
+    place: int = -1
+    """Its row there."""
     _epoch: int = -1
 
-    def collect(self, candidates: Candidates) -> None:
-        """What the row has been computed to go on with."""
-        self._candidates, self._epoch = candidates, self.core.epoch
+    def collect(self, found: StepBeams, place: int) -> None:
+        """Its row has been computed."""
+        self.found, self.place, self._epoch = found, place, self.core.epoch
 
     @property
-    def candidates(self) -> Candidates | None:
-        """None if it has not been computed, or must be again after a preemption."""
-        return self._candidates if self._epoch == self.core.epoch else None
-
-    def spend(self) -> None:
-        """The search has gone on from the candidates."""
-        self._candidates = None
+    def is_computed(self) -> bool:
+        """False also if it must be again after a preemption."""
+        return self.found is not None and self._epoch == self.core.epoch
 
     def close_text(self) -> None:
         """Its text is made when it is shown."""
@@ -88,13 +92,21 @@ class BeamState:
         computed, else None. Empty: the search is over.
         """
         live = [_beam(core) for core in self.group.live]
-        candidates = [beam.candidates for beam in live]
-        ready = [found for found in candidates if found is not None]
-        if len(ready) < len(live):
+        if not all([beam.is_computed for beam in live]):
             return None
+        count, found = self.search.num_candidates, live[0].found
+        assert found is not None
+        if all([beam.found is found for beam in live]):
+            places = [beam.place for beam in live]
+            token_ids, logprobs = (values[places, :count] for values in found)
+        else:  # not all in one step, as after a preemption
+            token_ids, logprobs = (
+                np.stack([beam.found[which][beam.place, :count] for beam in live if beam.found])
+                for which in (0, 1)
+            )
         for beam in live:
-            beam.spend()
-        return self.search.advance(ready)
+            beam.found = None
+        return self.search.advance_table(token_ids, logprobs)
 
     @property
     def finish_reason(self) -> str:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from jaxpaged.beam_params import BeamSearchParams
 
 Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Hypothesis:
     stop_reason: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which makes it three times as slow to make
 class _Node:
     """A beam as its last token: beams share what they have in common."""
 
@@ -62,16 +63,11 @@ class _Node:
 
 
 @dataclass(frozen=True, slots=True)
-class _Beam:
+class _Scored:
     """`last` is None before the first token."""
 
     last: _Node | None
     cumulative: np.float32
-
-
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    beam: _Beam
     score: np.float32
     finish_reason: str | None
 
@@ -98,7 +94,9 @@ class BeamSearch:
         """Most tokens that a hypothesis can have."""
         self._eos_ids = frozenset(() if params.ignore_eos else eos_token_ids)
         self._ending_ids = self._eos_ids.union(params.stop_token_ids or ())
-        self._live = [_Beam(None, np.float32(0.0))]
+        self._live: list[_Node | None] = [None]
+        self._totals: Floats = np.zeros(1, np.float32)
+        """Sums of log-probabilities of the live beams."""
         self._ended: list[_Scored] = []
         """Best first, at most beam_width."""
         self._length = 0
@@ -123,33 +121,49 @@ class BeamSearch:
         return width + max(width, len(self._ending_ids))
 
     def advance(self, candidates: Sequence[Candidates]) -> list[tuple[int, int]]:
-        """One step: `candidates` has an entry for each live beam, in their order.
+        """`advance_table` with an entry for each live beam; they need not show equally many."""
+        assert not self._done, "the search is over"
+        assert len(candidates) == self.num_live, f"{len(candidates)} for {self.num_live} beams"
+        most = max(len(shown.token_ids) for shown in candidates)
+        token_ids = np.zeros((len(candidates), most), np.int32)
+        logprobs = np.full((len(candidates), most), -np.inf, np.float32)
+        for place, shown in enumerate(candidates):
+            token_ids[place, : len(shown.token_ids)] = shown.token_ids
+            logprobs[place, : len(shown.logprobs)] = shown.logprobs
+        return self.advance_table(token_ids, logprobs)
+
+    def advance_table(self, token_ids: Ints, logprobs: Floats) -> list[tuple[int, int]]:
+        """One step: the best next tokens of each live beam, as `Candidates` has them. Both arrays
+        are [live beams in their order, tokens].
 
         Returns (index of a live beam, token) for each of the next live beams, in their order, best
         first; nothing when the search is over.
         """
         assert not self._done, "the search is over"
-        assert len(candidates) == self.num_live, f"{len(candidates)} for {self.num_live} beams"
         width = self.params.beam_width
         self._length += 1
         at_limit = self._length >= self.limit
-        chosen: list[tuple[int, int]] = []
-        live: list[_Beam] = []
+        owners, tokens, totals = self._ranked(token_ids, logprobs)
+        places: list[int] = []
+        """Of those that go on."""
         ended: list[_Scored] = []
-        for place, (index, token, total) in enumerate(self._ranked(candidates)):
+        for place, token in enumerate(tokens):
             ends = token in self._ending_ids
             # An ending that is not among the best beam_width is lost, though others go on below it.
             if place < width and (ends or at_limit):
-                beam = _Beam(_Node(self._live[index].last, token), total)
-                ended.append(_Scored(beam, self._score(total), "stop" if ends else "length"))
+                last, total = _Node(self._live[owners[place]], token), totals[place]
+                reason = "stop" if ends else "length"
+                ended.append(_Scored(last, total, self._score(total), reason))
             elif not ends and not at_limit:
-                chosen.append((index, token))
-                live.append(_Beam(_Node(self._live[index].last, token), total))
-            if len(live) == width or (at_limit and place >= width):
+                places.append(place)
+            if len(places) == width or (at_limit and place >= width):
                 break
-        self._ended = _best([*self._ended, *ended], width)
-        self._live = live
-        if not live or self._cannot_improve():
+        if ended:
+            self._ended = _best([*self._ended, *ended], width)
+        chosen = [(owners[place], tokens[place]) for place in places]
+        self._live = [_Node(self._live[owner], token) for owner, token in chosen]
+        self._totals = totals[places]
+        if not chosen or self._cannot_improve():
             self._done = True
             self._live, chosen = [], []
         return chosen
@@ -160,27 +174,30 @@ class BeamSearch:
         While the search runs its live beams are among them, scored at their present length; before
         the first step that is one without tokens.
         """
-        live = [_Scored(beam, self._score(beam.cumulative), None) for beam in self._live]
+        live = [
+            _Scored(last, total, self._score(total), None)
+            for last, total in zip(self._live, self._totals, strict=False)
+        ]
         best = _best([*self._ended, *live], self.params.beam_width)
         return [self._hypothesis(entry) for entry in best]
 
-    def _ranked(self, candidates: Sequence[Candidates]) -> list[tuple[int, int, np.float32]]:
-        """(index of the live beam, token, sum of log-probabilities), best first.
+    def _ranked(self, token_ids: Ints, logprobs: Floats) -> tuple[list[int], list[int], Floats]:
+        """(indices of live beams, tokens, sums of log-probabilities), best first.
 
         Equal sums keep the order of the beams, then that of a beam's candidates: it does not depend
         on how many candidates a beam shows.
         """
-        totals: list[Floats] = []
-        for beam, shown in zip(self._live, candidates, strict=True):
-            totals.append(np.asarray(shown.logprobs, np.float32) + beam.cumulative)
-        tokens = np.concatenate([np.asarray(shown.token_ids, np.int64) for shown in candidates])
-        owners = np.repeat(np.arange(len(totals)), [len(t) for t in totals])
-        sums = np.concatenate(totals)
-        order = np.argsort(-sums, kind="stable")
+        sums = (logprobs + self._totals[:, None]).ravel()
+        order = (-sums).argsort(kind="stable")
         # More cannot be wanted: beam_width that go on, and before them whatever ends.
         order = order[: self.params.beam_width + len(self._live) * len(self._ending_ids)]
-        order = order[sums[order] > -np.inf]
-        return list(zip(owners[order].tolist(), tokens[order].tolist(), sums[order], strict=True))
+        totals = sums[order]
+        if not (totals.size and totals[-1] > -np.inf):
+            possible = totals > -np.inf
+            order, totals = order[possible], totals[possible]
+        owners: list[int] = (order // token_ids.shape[1]).tolist()
+        tokens: list[int] = token_ids.ravel()[order].tolist()
+        return owners, tokens, totals
 
     def _score(self, total: np.float32) -> np.float32:
         return self._per_length(total, max(1, self._length))
@@ -199,16 +216,15 @@ class BeamSearch:
         # "never" reckons with that, False does not.
         rising = params.early_stopping == "never" and params.length_penalty > 0.0
         length = self.limit if rising else self._length
-        best_possible = self._per_length(self._live[0].cumulative, length)
+        best_possible = self._per_length(self._totals[0], length)
         return not best_possible > self._ended[-1].score
 
     def _hypothesis(self, entry: _Scored) -> Hypothesis:
-        last = entry.beam.last
-        token_ids = [] if last is None else last.token_ids()
+        token_ids = [] if entry.last is None else entry.last.token_ids()
         stopped = entry.finish_reason == "stop" and token_ids[-1] not in self._eos_ids
         return Hypothesis(
             token_ids,
-            float(entry.beam.cumulative),
+            float(entry.cumulative),
             float(entry.score),
             entry.finish_reason,
             token_ids[-1] if stopped else None,

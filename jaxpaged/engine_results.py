@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpaged.beam_request import Beam, BeamState
-from jaxpaged.beam_search import Candidates
 from jaxpaged.completion import Completion, RequestState
 from jaxpaged.core.plan import ScheduledStep
 from jaxpaged.core.request import Request
@@ -87,10 +86,8 @@ class Results:
                         self._ended(completion)
                 elif isinstance(completion, Beam):
                     assert result.beams is not None
-                    state, place = completion.parent, places[update.index]
-                    ids, logprobs = (x[place, : state.search.num_candidates] for x in result.beams)
-                    completion.collect(Candidates(ids.tolist(), logprobs.tolist()))
-                    searches[state.request_id] = state
+                    completion.collect(result.beams, places[update.index])
+                    searches[completion.parent.request_id] = completion.parent
             except Exception as error:  # one request's text must not end the others
                 self._fail_on_host(completion_of(update.request), error)
         for state in searches.values():

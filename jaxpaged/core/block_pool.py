@@ -120,13 +120,19 @@ class BlockPool:
         """
         if count < 0 or count > self.num_free:
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} are free")
+        following, hashes, tails = self._next, self._hashes, self._tail_of
         taken = []
+        block = following[NULL_BLOCK]
         for _ in range(count):
-            block = self._next[NULL_BLOCK]
-            self._unlink(block)
-            self._forget(block)
+            if hashes[block] is not None or block in tails:
+                self._forget(block)
             self._refs[block] = 1
             taken.append(block)
+            after = following[block]
+            following[block] = self._prev[block] = -1
+            block = after
+        following[NULL_BLOCK], self._prev[block] = block, NULL_BLOCK
+        self.num_free -= count
         return taken
 
     def touch(self, blocks: Iterable[int]) -> None:
@@ -145,21 +151,22 @@ class BlockPool:
         to its front, since nothing is lost by using them again, those with one to its end.
         Raises `RuntimeError` if a block has no holder.
         """
+        refs, hashes, tails = self._refs, self._hashes, self._tail_of
         front: list[int] = []
+        back: list[int] = []
         for block in ordered:
             if block == NULL_BLOCK:
                 continue
-            if block < 0 or self._refs[block] < 1:
+            if block < 0 or refs[block] < 1:
                 raise RuntimeError(f"block {block} is freed but nothing holds it (double free)")
-            self._refs[block] -= 1
-            if self._refs[block]:
-                continue
-            if self._hashes[block] is None and block not in self._tail_of:
-                front.append(block)
-            else:
-                self._link_between(self._prev[NULL_BLOCK], block, NULL_BLOCK)
-        for block in reversed(front):
-            self._link_between(NULL_BLOCK, block, self._next[NULL_BLOCK])
+            refs[block] -= 1
+            if refs[block] == 0:
+                hashed = hashes[block] is not None or block in tails
+                (back if hashed else front).append(block)
+        if back:
+            self._link_after(self._prev[NULL_BLOCK], back)
+        if front:
+            self._link_after(NULL_BLOCK, front)
 
     def register(self, block: int, block_hash: bytes) -> None:
         """Make a held, full block findable by its hash. Raises `RuntimeError` if it has a hash."""
@@ -230,11 +237,13 @@ class BlockPool:
         self._prev[block] = self._next[block] = -1
         self.num_free -= 1
 
-    def _link_between(self, before: int, block: int, after: int) -> None:
-        self._next[before] = self._prev[after] = block
-        self._prev[block] = before
-        self._next[block] = after
-        self.num_free += 1
+    def _link_after(self, before: int, blocks: Sequence[int]) -> None:
+        after = self._next[before]
+        for block in blocks:
+            self._next[before], self._prev[block] = block, before
+            before = block
+        self._next[before], self._prev[after] = after, before
+        self.num_free += len(blocks)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Prove the pool's invariants; `tables` are the block tables of all holders.

@@ -271,7 +271,7 @@ class KVManager:
         if num_hit:
             request.num_registered_blocks = num_hit
         self._copy_on_write(request, copied)
-        for table in request.tables:
+        for table in request.tables if num_new else ():
             table.extend(self.pool.get_new_blocks(num_new))
         request.capacity = (have + num_new) * self.block_size
         request.trimmed_at = start
@@ -323,14 +323,20 @@ class KVManager:
         return copies
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Let a request that holds nothing share all that the parent has computed. Of their last
-        block, if it is not full, whoever writes next gets a copy.
+        """Let a request share all that the parent has computed, in place of what it holds. Of their
+        last block, if it is not full, whoever writes next gets a copy.
         """
-        assert child.capacity == 0 and parent.num_computed_tokens > 0
+        assert parent.num_computed_tokens > 0
+        common = 0
+        if child.capacity:
+            common = _common_start(child.tables, parent.tables)
+            self._give_back(child, common)
         for table in parent.tables:
-            self.pool.touch(table)
-        parent.steady_until = 0
+            self.pool.touch(table[common:])
+        parent.steady_until = child.steady_until = 0
         child.tables = [table[:] for table in parent.tables]
+        child.num_hit_tokens = 0
+        child.shares_tail = False
         child.capacity, child.trimmed_at = parent.capacity, parent.trimmed_at
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_registered_blocks = parent.num_registered_blocks
@@ -439,16 +445,32 @@ class KVManager:
         The deepest blocks are evicted first, the most shareable ones last; those of one position
         together, as they are of use only together.
         """
-        tables = request.tables
-        if len(tables) == 1:
-            self.pool.free_blocks(tables[0][::-1])
-        else:
-            backwards = zip(*(table[::-1] for table in tables), strict=True)
-            self.pool.free_blocks([block for column in backwards for block in column])
+        self._give_back(request, 0)
         self._copies.pop(request, None)
         request.shares_tail = False
         # New ones: somebody may still look at the old buffers.
-        request.tables = [array("i") for _ in tables]
+        request.tables = [array("i") for _ in request.tables]
         request.capacity = request.trimmed_at = request.steady_until = 0
         request.num_registered_blocks = 0
         request.num_computed_tokens = request.num_hit_tokens = 0
+
+    def _give_back(self, request: Request, start: int) -> None:
+        """All blocks from an index of the tables on."""
+        tables = [table[start:][::-1] for table in request.tables]
+        if len(tables) == 1:
+            self.pool.free_blocks(tables[0])
+        else:
+            backwards = zip(*tables, strict=True)
+            self.pool.free_blocks([block for column in backwards for block in column])
+
+
+def _common_start(ours: Sequence[array[int]], theirs: Sequence[array[int]]) -> int:
+    """A number of entries that two requests have in common at the start of all their tables; few
+    more are. Beams of a search mostly differ in their last blocks alone.
+    """
+    common = min(len(ours[0]), len(theirs[0]))
+    for our, their in zip(ours, theirs, strict=True):
+        back = 1
+        while our[:common] != their[:common]:
+            common, back = max(0, common - back), 2 * back
+    return common

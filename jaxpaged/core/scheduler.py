@@ -95,9 +95,6 @@ class Scheduler(Planner):
         assert computed, "a beam is not computed yet"
         goes_on = {id(before[index]) for index, _ in continuations}
         spare = [beam for beam in group.members if id(beam) not in goes_on]
-        for beam in spare:
-            self.kv.free(beam)
-            beam.awaits_fork = True
         live: list[Request] = []
         for index, _ in continuations:
             parent = before[index]
@@ -109,6 +106,9 @@ class Scheduler(Planner):
             child.inherit(parent)
             self._fork(parent, child)
             live.append(child)
+        for beam in spare:
+            self.kv.free(beam)
+            beam.awaits_fork = True
         for beam, (_, token) in zip(live, continuations, strict=True):
             beam.token_ids.append(token)
             if beam.num_tokens % self.config.block_size == 0:
