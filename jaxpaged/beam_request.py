@@ -98,15 +98,14 @@ class BeamState:
         assert found is not None
         if all([beam.found is found for beam in live]):
             places = [beam.place for beam in live]
-            token_ids, logprobs = (values[places, :count] for values in found)
+            token_ids, logprobs = found[0].take(places, 0), found[1].take(places, 0)
         else:  # not all in one step, as after a preemption
-            token_ids, logprobs = (
-                np.stack([beam.found[which][beam.place, :count] for beam in live if beam.found])
-                for which in (0, 1)
-            )
+            each = [(beam.found or found, beam.place) for beam in live]
+            token_ids = np.stack([values[0][place] for values, place in each])
+            logprobs = np.stack([values[1][place] for values, place in each])
         for beam in live:
             beam.found = None
-        return self.search.advance_table(token_ids, logprobs)
+        return self.search.advance_table(token_ids[:, :count], logprobs[:, :count])
 
     @property
     def finish_reason(self) -> str:

@@ -69,6 +69,11 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         return self._refs[block]
 
+    def find_shared(self, blocks: Sequence[int]) -> list[int]:
+        """Places in the list of the blocks that several hold."""
+        refs = self._refs
+        return [place for place, block in enumerate(blocks) if refs[block] > 1]
+
     def count_free(self, blocks: Iterable[int]) -> int:
         """How many of these blocks, the null block aside, nobody holds."""
         refs = self._refs
@@ -170,13 +175,23 @@ class BlockPool:
 
     def register(self, block: int, block_hash: bytes) -> None:
         """Make a held, full block findable by its hash. Raises `RuntimeError` if it has a hash."""
+        if block == NULL_BLOCK:
+            raise RuntimeError("the null block cannot be registered")
+        self.register_all([block], [block_hash])
+
+    def register_all(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
+        """`register` each block that is not null."""
         if not self.enable_caching:
             raise RuntimeError("the pool was made without caching")
-        if block == NULL_BLOCK or self._refs[block] < 1 or self._hashes[block] is not None:
-            raise RuntimeError(f"block {block} is null, free or already registered")
-        self._hashes[block] = block_hash
-        if self._cached.setdefault(block_hash, block) != block:
-            self._duplicates.setdefault(block_hash, OrderedDict())[block] = None
+        refs, known, cached = self._refs, self._hashes, self._cached
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block == NULL_BLOCK:
+                continue
+            if refs[block] < 1 or known[block] is not None:
+                raise RuntimeError(f"block {block} is free or already registered")
+            known[block] = block_hash
+            if cached.setdefault(block_hash, block) != block:
+                self._duplicates.setdefault(block_hash, OrderedDict())[block] = None
 
     def register_tail(self, block: int, name: bytes) -> None:
         """Make a held block findable by the tail of the prompt that it begins with. Whatever comes

@@ -241,12 +241,14 @@ class KVManager:
         if request.shares_tail:
             copied = self._groups_to_copy(request)
             request.shares_tail = bool(copied)  # the last holder of a block writes it in place
-        if not copied and request.num_computed_tokens + num_new_tokens <= request.capacity:
-            if self._window_groups:
-                self.trim(request)
-            return True  # most decode rows: the last block has room
         if self._window_groups and request.capacity:
             self.trim(request)
+        if request.num_computed_tokens + num_new_tokens <= request.capacity:
+            # The last block has room; of some beams it must be copied first.
+            if copied and len(copied) + headroom > self.pool.num_free:
+                return False
+            self._copy_on_write(request, copied)
+            return True
         num_hit = len(hit_tables[0]) if hit_tables else 0
         assert not num_hit or not request.capacity, "hits for a request that already holds blocks"
         start = request.num_computed_tokens + num_hit * self.block_size
@@ -284,8 +286,7 @@ class KVManager:
     def _groups_to_copy(self, request: Request) -> list[int]:
         """Groups in which another one holds the block that the request writes next."""
         index = request.num_computed_tokens // self.block_size
-        refs = self.pool.ref_count
-        return [g for g, table in enumerate(request.tables) if refs(table[index]) > 1]
+        return self.pool.find_shared([table[index] for table in request.tables])
 
     def _copy_on_write(self, request: Request, groups: Sequence[int]) -> None:
         """Give the request a last block of its own in these groups.
@@ -419,13 +420,15 @@ class KVManager:
         if request.num_computed_tokens < (request.num_registered_blocks + 1) * self.block_size:
             return
         full = min(request.num_computed_tokens // self.block_size, len(request.block_hashes))
-        for index in range(request.num_registered_blocks, full):
-            block_hash = request.block_hashes[index]
-            for table, tag in zip(request.tables, self._tags, strict=True):
-                if table[index] != NULL_BLOCK:
-                    self.pool.register(table[index], block_hash + tag)
-                    self._unwritten.add(table[index])
-        request.num_registered_blocks = max(full, request.num_registered_blocks)
+        first = request.num_registered_blocks
+        if full <= first:
+            return
+        hashes = request.block_hashes[first:full]
+        for table, tag in zip(request.tables, self._tags, strict=True):
+            blocks = table[first:full]
+            self.pool.register_all(blocks, [name + tag for name in hashes] if tag else hashes)
+            self._unwritten.update(blocks)
+        request.num_registered_blocks = full
 
     def register_tail(self, request: Request) -> None:
         """Make the last block of the prompt findable, now that a scheduled step computes its end;
