@@ -92,7 +92,10 @@ class KVManager:
 
     def copies_to_come(self, requests: Iterable[Request]) -> int:
         """Blocks that these still take to part where they share a last block."""
-        shared = {table[-1] for r in requests if r.shares_tail for table in r.tables}
+        sharers = [request for request in requests if request.shares_tail]
+        if not sharers:
+            return 0
+        shared = {table[-1] for request in sharers for table in request.tables}
         return sum(self.pool.ref_count(block) - 1 for block in shared)
 
     def blocks_of_branch(self, request: Request, fork_at: int) -> int:

@@ -102,7 +102,7 @@ class Planner(Waves):
         config, kv = self.config, self.kv
         if not budget or not len(self._waiting) or not self._free_slots:
             return budget
-        promised = self._promised_blocks()
+        promised, watermark = self._promised_blocks(), config.watermark_blocks
         while budget > 0 and self._free_slots:
             head = self._waiting.peek()
             if head is None or not self._is_ready(head):
@@ -115,7 +115,7 @@ class Planner(Waves):
             if needed > kv.pool.num_usable:
                 self._fail(request, outgrown_text(request, config, needed))
                 continue
-            headroom = config.watermark_blocks + promised if self._running else 0
+            headroom = watermark + promised if self._running else 0
             if kv.pool.num_free <= headroom:  # saves the look-up: a block is always needed
                 break
             members = [request] if group is None else group.members
@@ -143,7 +143,7 @@ class Planner(Waves):
             rows.append(self._row(request, num_hit, count))
             self._commit(rows, len(rows) - 1)
             budget -= count
-            promised += sum(self._blocks_to_come(member) for member in members)
+            promised += sum([self._blocks_to_come(member) for member in members])
             promised += kv.copies_to_come(members)
         return budget
 

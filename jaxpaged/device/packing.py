@@ -10,6 +10,7 @@ Legend: `R` rows, `P` prompt tokens, `NT` tiles, `M` block-table width, `L` grou
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -300,26 +301,33 @@ def _pack_prompts(
     prompt_start: list[int],
     layout: Layout,
 ) -> None:
-    offset = tiles = 0
-    for i in prompts:
-        row, count = rows[i], rows[i].num_tokens
+    """Prompt tokens one chunk after the other, each cut into tiles of its own."""
+    if not prompts:
+        return
+    chunks = [rows[i] for i in prompts]
+    counts = np.array([row.num_tokens for row in chunks], np.int32)
+    offsets, used = counts.cumsum(dtype=np.int32) - counts, -(-counts // layout.tile)
+    first_tiles = used.cumsum(dtype=np.int32) - used
+    places = np.array([order[i] for i in prompts], np.int32)
+    tokens: list[int] = []
+    for i, row, offset in zip(prompts, chunks, offsets.tolist(), strict=True):
         prompt_start[i] = offset
-        known = row.request.token_ids
-        f["prompt_token"][offset : offset + count] = known[row.start : row.start + count]
+        known, end = row.request.token_ids, row.start + row.num_tokens
+        tokens += known[row.start : end]
         if requests[i].wants_prompt_logprobs:
-            last = min(row.start + count + 1, row.request.num_prompt_tokens)
-            targets = known[row.start + 1 : last]
+            targets = known[row.start + 1 : min(end + 1, row.request.num_prompt_tokens)]
             f["prompt_target"][offset : offset + len(targets)] = targets
-        used = -(-count // layout.tile)
-        starts = np.arange(used, dtype=np.int32) * layout.tile
-        span = slice(tiles, tiles + used)
-        f["tile_row"][span] = order[i]
-        f["tile_start"][span] = offset + starts
-        f["tile_len"][span] = np.minimum(layout.tile, count - starts)
-        f["tile_position"][span] = row.start + starts
-        first = tiles * layout.tile
-        f["token_tile"][offset : offset + count] = np.arange(first, first + count, dtype=np.int32)
-        f["logits_index"][order[i]] = layout.shape.rows + offset + count - 1
-        offset += count
-        tiles += used
-    f["num_tiles"][0] = tiles
+    # Takes half as long as an assignment of the list.
+    struct.pack_into(f"{len(tokens)}i", f["prompt_token"], 0, *tokens)
+    shift = np.repeat(first_tiles * layout.tile - offsets, counts)
+    f["token_tile"][: len(tokens)] = np.arange(len(tokens), dtype=np.int32) + shift
+    f["logits_index"][places] = layout.shape.rows + offsets + counts - 1
+    owner = np.repeat(np.arange(len(prompts)), used)
+    num_tiles = len(owner)
+    starts = (np.arange(num_tiles, dtype=np.int32) - first_tiles[owner]) * layout.tile
+    f["tile_row"][:num_tiles] = places[owner]
+    f["tile_start"][:num_tiles] = offsets[owner] + starts
+    f["tile_len"][:num_tiles] = np.minimum(layout.tile, counts[owner] - starts)
+    positions = np.array([row.start for row in chunks], np.int32)
+    f["tile_position"][:num_tiles] = positions[owner] + starts
+    f["num_tiles"][0] = num_tiles
