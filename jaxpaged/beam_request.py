@@ -92,11 +92,11 @@ class BeamState:
         computed, else None. Empty: the search is over.
         """
         live = [_beam(core) for core in self.group.live]
-        if not all([beam.is_computed for beam in live]):
+        if not all(beam.is_computed for beam in live):
             return None
         count, found = self.search.num_candidates, live[0].found
         assert found is not None
-        if all([beam.found is found for beam in live]):
+        if all(beam.found is found for beam in live):
             places = [beam.place for beam in live]
             token_ids, logprobs = found[0].take(places, 0), found[1].take(places, 0)
         else:  # not all in one step, as after a preemption

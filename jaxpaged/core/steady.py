@@ -8,8 +8,8 @@ from jaxpaged.core.request import Request
 
 def steady_until(request: Request, kv: KVManager, max_model_len: int) -> int:
     """Position below which the next rows of a running request, one token each, all go the same way:
-    they draw, and neither take a block nor fill one, and none of their tokens is sure to be the
-    last. 0 if its next row must be looked at in full.
+    they draw, neither take a block nor fill one, and follow no token that is sure to be the last.
+    0 if its next row must be looked at in full.
 
     Stays true until the request gives up its blocks or is forked.
     """

@@ -317,8 +317,8 @@ def _pack_prompts(
         if requests[i].wants_prompt_logprobs:
             targets = known[row.start + 1 : min(end + 1, row.request.num_prompt_tokens)]
             f["prompt_target"][offset : offset + len(targets)] = targets
-    # Takes half as long as an assignment of the list.
-    struct.pack_into(f"{len(tokens)}i", f["prompt_token"], 0, *tokens)
+    packed = struct.pack(f"{len(tokens)}i", *tokens)  # in half the time that numpy takes
+    f["prompt_token"][: len(tokens)] = np.frombuffer(packed, np.int32)
     shift = np.repeat(first_tiles * layout.tile - offsets, counts)
     f["token_tile"][: len(tokens)] = np.arange(len(tokens), dtype=np.int32) + shift
     f["logits_index"][places] = layout.shape.rows + offsets + counts - 1
