@@ -168,7 +168,8 @@ def count_prompt_tokens(rows: Sequence[ScheduledRow], requests: Sequence[RowRequ
         [
             row.num_tokens
             for row, request in zip(rows, requests, strict=True)
-            if row.num_tokens != 1 or not is_decode(row, request)
+            if row.num_tokens != 1
+            or (request.wants_prompt_logprobs and not is_decode(row, request))
         ]
     )
 
@@ -216,16 +217,17 @@ def pack(
     lengths = [core.rope_length for core in cores]
     if any(lengths):
         f["rope_length"][:count] = lengths
-    known = [core.token_ids for core in cores[:num_decode]]
     f["decode_token"][:num_decode] = [
-        ids[start] if start < len(ids) else FROM_HISTORY
-        for ids, start in zip(known, starts, strict=False)
+        core.token_ids[start] if start < len(core.token_ids) else FROM_HISTORY
+        for core, start in zip(cores[:num_decode], starts, strict=False)
     ]
     _pack_prompts(f, rows, requests, prompts, order, prompt_start, layout)
     for i in forked:
         f["logits_index"][order[i]] = f["logits_index"][order[rows[i].source]]
     positions[:num_decode] += 1
-    positions[num_decode:] += np.array([row.num_tokens for row in ordered[num_decode:]], np.int32)
+    if num_decode < count:
+        counts = [row.num_tokens for row in ordered[num_decode:]]
+        positions[num_decode:] += np.array(counts, np.int32)
     constants = _constants(requests, places)
     has_beams = bool((constants[:, 0] & BEAM).any())
     drawing: slice | list[int] = slice(count)
