@@ -383,16 +383,13 @@ def test_a_client_that_leaves_frees_everything(stream: bool, phase: str) -> None
     gate, left = threading.Event(), threading.Event()
 
     async def test(server: Server) -> None:
-        async def running() -> int:
-            return await server.engine.call(lambda engine: engine.scheduler.num_running)
-
         others = []
         if phase == "waiting":  # all eight places are taken
             body = {"prompt": "p", "max_tokens": 200, "n": 8}
             others = [server.call(PATH, body)]
         if phase != "prefill":
             gate.set()
-            while others and await running() < 8:
+            while others and server.engine.stats().num_running < 8:
                 await asyncio.sleep(0.002)
         before = server.engine.num_unfinished
         call = server.call(PATH, {"prompt": "q" * 150, "max_tokens": 80, "stream": stream})
@@ -402,7 +399,7 @@ def test_a_client_that_leaves_frees_everything(stream: bool, phase: str) -> None
             if stream:
                 await call.until(b"data: ")
             else:
-                while (await server.engine.call(lambda e: e.scheduler.stats.generation_tokens)) < 3:
+                while server.engine.stats().generation_tokens < 3:
                     await asyncio.sleep(0.002)
         told = phase == "decode" and stream
         call.leave()
@@ -417,8 +414,9 @@ def test_a_client_that_leaves_frees_everything(stream: bool, phase: str) -> None
         assert ended == {"abort": 9 if others else 1}, "it was computed to its end"
         assert (call.status, call.closed) == ((200, False) if told else (499, True))
 
-    # However late the client comes: what it asked for has not ended.
-    drive(test, Script(default=["a"], end=False, gate=gate, fail_read=waits(left, 20)))
+    # However late the client comes, what it asked for has not ended.
+    read = waits(left, 20)
+    drive(test, Script(default=["a"], end=False, step_seconds=0.002, gate=gate, fail_read=read))
 
 
 def test_ids_in_ids_out() -> None:
