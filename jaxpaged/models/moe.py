@@ -21,7 +21,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import ACTIVATIONS, matmul, mean, param
 from jaxpaged.models.order import order_in_force
 from jaxpaged.models.parallel import first_of_mine
-from jaxpaged.models.routines import live_rows
+from jaxpaged.models.routines import live_among, live_rows
 from jaxpaged.models.sources import GatesThenUps, Interleaved, ParamSource, Stacked, Tensor, whole
 
 _GATE_UP_AXES = ("experts", None, "gate_up", "embed")
@@ -74,6 +74,9 @@ class Experts(nnx.Module):
         count, per_token = gate_up.shape[0], ids.shape[1]
         local = ids - first_of_mine(count, self.devices)
         mine = (local >= 0) & (local < count)
+        live = live_among(x.shape[0])
+        if live is not None:
+            mine &= live.mask()[:, None]
         expert = jnp.where(mine, local, count).reshape(-1)  # others' pairs stand last
         order = jnp.argsort(expert, stable=True).astype(jnp.int32)
         counts = expert[:, None] == lax.iota(jnp.int32, count)[None, :]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +25,17 @@ class LiveRows:
     first: int
     total: int
 
+    def mask(self) -> jax.Array:
+        """bool [total]."""
+        row = lax.iota(jnp.int32, self.total)
+        end = jnp.where(row < self.first, self.counts[0], self.first + self.counts[1])
+        return row < end
+
 
 class Routines(Protocol):
     """A row's result depends on that row alone, to the last bit. None: XLA is to do it.
 
-    Where `live` is given, the other rows of a result are 0.
+    Where `live` is given, the other rows of a result are whatever was in its memory.
     """
 
     def product(

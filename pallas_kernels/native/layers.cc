@@ -1,6 +1,7 @@
 // What XLA calls for the rest of a layer: products with a matrix, and norms.
 
 #include <algorithm>
+#include <cstring>
 
 #include "arguments.h"
 #include "live.h"
@@ -34,6 +35,16 @@ ffi::Error no_memory() {
 
 int64_t parts(int64_t total, int64_t size) { return (total + size - 1) / size; }
 
+// `work(begin, end)` for all live rows, `width` floats each, on all threads.
+template <typename Work>
+void each_row(ffi::ThreadPool& pool, const LiveRows& live, int64_t width, const Work& work) {
+  const int64_t rows_of_piece = std::max<int64_t>(kFloatsOfPiece / std::max<int64_t>(width, 1), 1);
+  share(pool, parts(live.count(), rows_of_piece), pool.num_threads() - 1, [&](int64_t piece) {
+    const int64_t i = piece * rows_of_piece;
+    live.stretches(i, std::min(i + rows_of_piece, live.count()), work);
+  });
+}
+
 // The live rows of x one after the other, as bfloat16. Null if there is no memory.
 const uint16_t* gather(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const LiveRows& live,
                        int64_t depth) {
@@ -45,21 +56,15 @@ const uint16_t* gather(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Liv
   const auto bytes = static_cast<size_t>(2 * live.count() * depth);
   auto* out = static_cast<uint16_t*>(scratch_of_call().of_size(bytes));
   if (out == nullptr) return nullptr;
-  const int64_t rows_of_piece = std::max<int64_t>(kFloatsOfPiece / std::max<int64_t>(depth, 1), 1);
-  share(pool, parts(live.count(), rows_of_piece), pool.num_threads() - 1, [&](int64_t piece) {
-    int64_t at = piece * rows_of_piece;
-    const int64_t end = std::min(at + rows_of_piece, live.count());
-    live.stretches(at, end, [&](int64_t row, int64_t row_end) {
-      const int64_t first = row * depth, count = (row_end - row) * depth;
-      if (x.element_type() == ffi::BF16) {
-        std::memcpy(out + at * depth, static_cast<const uint16_t*>(x.untyped_data()) + first,
-                    static_cast<size_t>(2 * count));
-      } else {
-        kernels()->round(static_cast<const float*>(x.untyped_data()) + first, out + at * depth,
-                         count);
-      }
-      at += row_end - row;
-    });
+  each_row(pool, live, depth, [&](int64_t row, int64_t end) {
+    uint16_t* to = out + (row < live.first ? row : row - live.gap()) * depth;
+    const int64_t first = row * depth, count = (end - row) * depth;
+    if (x.element_type() == ffi::BF16) {
+      std::memcpy(to, static_cast<const uint16_t*>(x.untyped_data()) + first,
+                  static_cast<size_t>(2 * count));
+    } else {
+      kernels()->round(static_cast<const float*>(x.untyped_data()) + first, to, count);
+    }
   });
   return out;
 }
@@ -85,61 +90,34 @@ ffi::Error MatrixProductCall(ffi::ThreadPool pool, ffi::RemainingArgs given,
   args.require(kernels() != nullptr && kernels()->multiply != nullptr,
                "this processor does not multiply bfloat16");
   if (!args.good()) return args.error();
-  if (total == 0 || columns == 0) return ffi::Error::Success();
-
   const int64_t rows = live.count();
-  const uint16_t* gathered = rows == 0 ? nullptr : gather(pool, *x, live, depth);
-  if (rows != 0 && gathered == nullptr) return no_memory();
+  if (rows == 0 || columns == 0) return ffi::Error::Success();
+
+  const uint16_t* gathered = gather(pool, *x, live, depth);
+  if (gathered == nullptr) return no_memory();
   const MatrixProduct product{gathered, static_cast<const uint16_t*>(matrix->untyped_data()),
                               out->untyped_data(), rows, columns, depth,
                               live.head, live.gap(), gated};
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
   const int64_t blocks = parts(columns, kBlockColumns);
   const int64_t wanted = threads * kPiecesOfThread;
-  const int64_t blocks_of_piece =
-      std::clamp<int64_t>(blocks / wanted, 1, kBlocksOfPiece);
-  const int64_t across = parts(blocks, blocks_of_piece);
-  const int64_t down =
-      rows == 0 ? 0 : std::clamp<int64_t>(wanted / across, 1, parts(rows, kRowsOfPiece));
-  const int64_t rows_of_piece = down == 0 ? 0 : parts(rows, down);
-  const Blank blank{live, out->untyped_data(), gated ? columns : 4 * columns};
+  const int64_t across = std::min(std::max(wanted, parts(blocks, kBlocksOfPiece)), blocks);
+  const int64_t down = std::clamp<int64_t>(wanted / across, 1, parts(rows, kRowsOfPiece));
+  const int64_t rows_of_piece = parts(rows, down);
   const size_t bytes = kernels()->multiply_bytes(product);
   std::atomic<bool> starved{false};
-  share(pool, across * down + blank.pieces(), threads - 1, [&](int64_t piece) {
-    if (piece >= across * down) return blank.clear(piece - across * down);
-    const int64_t block = piece % across * blocks_of_piece;
+  share(pool, across * down, threads - 1, [&](int64_t piece) {
+    const int64_t place = piece % across;
     const int64_t row = piece / across * rows_of_piece;
     void* scratch = scratch_of_piece().of_size(bytes);
     if (bytes != 0 && scratch == nullptr) {
       starved = true;
       return;
     }
-    kernels()->multiply(product, block, std::min(block + blocks_of_piece, blocks), row,
+    kernels()->multiply(product, place * blocks / across, (place + 1) * blocks / across, row,
                         std::min(row + rows_of_piece, rows), scratch);
   });
   return starved ? no_memory() : ffi::Error::Success();
-}
-
-// `work(begin, end)` for all live rows, `width` floats each, on all threads; and clears the rest of
-// the results.
-template <size_t N, typename Work>
-void each_row(ffi::ThreadPool& pool, const LiveRows& live, int64_t width, const Blank (&blanks)[N],
-              const Work& work) {
-  const int64_t rows_of_piece = std::max<int64_t>(kFloatsOfPiece / std::max<int64_t>(width, 1), 1);
-  const int64_t pieces = parts(live.count(), rows_of_piece);
-  int64_t total = pieces;
-  for (const Blank& blank : blanks) total += blank.pieces();
-  share(pool, total, pool.num_threads() - 1, [&](int64_t piece) {
-    if (piece < pieces) {
-      const int64_t i = piece * rows_of_piece;
-      return live.stretches(i, std::min(i + rows_of_piece, live.count()), work);
-    }
-    piece -= pieces;
-    for (const Blank& blank : blanks) {
-      if (piece < blank.pieces()) return blank.clear(piece);
-      piece -= blank.pieces();
-    }
-  });
 }
 
 ffi::Error RootMeanSquareNormCall(ffi::ThreadPool pool, ffi::RemainingArgs given,
@@ -163,9 +141,7 @@ ffi::Error RootMeanSquareNormCall(ffi::ThreadPool pool, ffi::RemainingArgs given
                                 width,
                                 eps,
                                 offset};
-  const Blank blanks[] = {{live, norm.out, 4 * width}};
-  each_row(pool, live, width, blanks,
-           [&](int64_t row, int64_t end) { kernels()->normalize(norm, row, end); });
+  each_row(pool, live, width, [&](int64_t row, int64_t end) { kernels()->normalize(norm, row, end); });
   return ffi::Error::Success();
 }
 
@@ -196,10 +172,7 @@ ffi::Error RotateCall(ffi::ThreadPool pool, ffi::RemainingArgs given,
   const Rotation rotation{float_type(type), x->typed_data<float>(), cos, cos + rows * half,
                           kv_heads, group, dim, half,
                           q->untyped_data(), k->untyped_data(), v->untyped_data()};
-  const int64_t bytes = (type == ffi::F32 ? 4 : 2) * kv_heads * dim;
-  const Blank blanks[] = {
-      {live, rotation.q, group * bytes}, {live, rotation.k, bytes}, {live, rotation.v, bytes}};
-  each_row(pool, live, kv_heads * (group + 2) * dim, blanks,
+  each_row(pool, live, kv_heads * (group + 2) * dim,
            [&](int64_t row, int64_t end) { kernels()->rotate(rotation, row, end); });
   return ffi::Error::Success();
 }

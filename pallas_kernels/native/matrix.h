@@ -197,11 +197,18 @@ template <int R>
 static void multiply_rows(const MatrixProduct& p, int64_t row, int64_t column, int64_t columns,
                           const uint32_t* turned, Lines fetch) {
   Rows<R> x(p.x + row * p.depth, p.depth);
+  // The lines of the result, which are likely far away: they come while the sums are made.
+  for (int r = 0; r < R; ++r) {
+    const int64_t to = row + r + (row + r >= p.head ? p.gap : 0);
+    const char* out = static_cast<const char*>(p.out) + (to * p.columns + column) * (p.gated ? 1 : 4);
+    __builtin_prefetch(out, 1);
+    if (!p.gated) __builtin_prefetch(out + 64, 1);
+  }
   __m512 sums[R][2];
   for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
   for (int64_t i = 0; i < p.depth / 2; ++i, turned += kBlockColumns) {
     for (int64_t line = 0; line < fetch.lines_of_pair; ++line, fetch.from += 64) {
-      _mm_prefetch(fetch.from, _MM_HINT_T1);
+      _mm_prefetch(fetch.from, _MM_HINT_T0);
     }
     add_pair<R>(x, true, turned, sums);
     x.next();

@@ -126,7 +126,7 @@ LIVE: list[Counts] = [
 def test_only_live_rows_are_computed(
     routines: Any, total: int, first: int, head: int, tail: int, dtype: Any
 ) -> None:
-    """They have the bits that they have alone; the others are 0, whatever they hold."""
+    """They have the bits that they have alone, whatever the others hold."""
     live = LiveRows(jnp.asarray([head, tail], jnp.int32), first, total)
     matters = np.zeros(total, bool)
     matters[:head] = matters[first : first + tail] = True
@@ -153,11 +153,11 @@ def test_only_live_rows_are_computed(
                 rows = [jnp.swapaxes(rows[0], 0, 1), rows[1]]
             return [np.asarray(out, np.float32) for out in jax.tree.leaves(run(*rows, live))]
 
-        alone = called([of[matters] for of in rows], None) if matters.any() else None
-        for i, whole in enumerate(called(rows, live)):
-            assert not whole[~matters].any()
-            if alone is not None:
-                np.testing.assert_array_equal(whole[matters], alone[i])
+        found = [whole[matters] for whole in called(rows, live)]
+        assert np.isfinite(np.concatenate([of.reshape(-1) for of in found])).all()
+        if matters.any():
+            for ours, alone in zip(found, called([of[matters] for of in rows], None), strict=True):
+                np.testing.assert_array_equal(ours, alone)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -183,7 +183,7 @@ def test_wrong_numbers_of_live_rows(product: Any, routines: Any) -> None:
     live = LiveRows(jnp.asarray([99, 99], jnp.int32), 8, 24)
     np.testing.assert_array_equal(np.asarray(routines.product(x, weight, live)), whole)
     live = LiveRows(jnp.asarray([-1, -1], jnp.int32), 8, 24)
-    assert not np.asarray(routines.product(x, weight, live)).any()
+    assert routines.product(x, weight, live).shape == (24, 16)
     with pytest.raises(Exception, match="first is 25, expected 0 to 24"):
         routines.product(x, weight, LiveRows(live.counts, 25, 24)).block_until_ready()
 
