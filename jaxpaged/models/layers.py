@@ -81,6 +81,27 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     return product.reshape(x.shape[0], *weight.shape[:-1])
 
 
+def project(
+    x: jax.Array,
+    weight: jax.Array,
+    devices: int,
+    *,
+    bias: jax.Array | None = None,
+    onto: jax.Array | None = None,
+) -> jax.Array:
+    """`matmul` [T, I] x [E, I] summed over the devices, and once `bias` [E] and `onto` f32 [T, E],
+    the residual stream, added to it.
+    """
+    if onto is not None and bias is None and devices == 1 and order_in_force() is None:
+        own = routines_in_force().product(x, weight, live_among(x.shape[0]), onto=onto)
+        if own is not None:
+            return own
+    out = all_sum(matmul(x, weight), devices)
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)[None]
+    return out if onto is None else onto + out
+
+
 def mean(x: jax.Array) -> jax.Array:
     """f32 [T, E] -> [T, 1], as a matmul with ones: XLA:CPU sums `reduce` in an order that depends
     on T, and a token's bits must not depend on what it is batched with.
@@ -187,11 +208,10 @@ class GatedMLP(nnx.Module):
         self.activation = activation
         self.devices = config.tensor_parallel if reduce else 1
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        out = all_sum(matmul(self._passed(x), self.down[...]), self.devices)
-        if self.down_bias is not None:
-            out = out + self.down_bias[...].astype(jnp.float32)[None]
-        return out
+    def __call__(self, x: jax.Array, onto: jax.Array | None = None) -> jax.Array:
+        """f32 [T, E], added to `onto` if that is given."""
+        bias = None if self.down_bias is None else self.down_bias[...]
+        return project(self._passed(x), self.down[...], self.devices, bias=bias, onto=onto)
 
     def _passed(self, x: jax.Array) -> jax.Array:
         """What the gates let pass: [T, I]."""
@@ -268,9 +288,17 @@ class Attention(nnx.Module):
         self.devices = config.tensor_parallel
 
     def __call__(
-        self, x: jax.Array, rope: jax.Array | None, layer_kv: LayerKV, meta: Any, attend: Attend
+        self,
+        x: jax.Array,
+        rope: jax.Array | None,
+        layer_kv: LayerKV,
+        meta: Any,
+        attend: Attend,
+        onto: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerKV]:
-        """`rope` is the layer's table, None where positions are not rotated."""
+        """f32 [T, E], added to `onto` if that is given, and the cache. `rope` is the layer's table,
+        None where positions are not rotated.
+        """
         weight = self.qkv[...]
         tokens = x.shape[0]
         qkv = matmul(x, weight)  # [T, K, G + 2, H]
@@ -284,9 +312,9 @@ class Attention(nnx.Module):
             window=self.window,
             soft_cap=self.soft_cap,
         )
-        mixed = all_sum(matmul(out.reshape(tokens, -1), self.out[...]), self.devices)
-        if self.out_bias is not None:
-            mixed = mixed + self.out_bias[...].astype(jnp.float32)[None]
+        bias = None if self.out_bias is None else self.out_bias[...]
+        flat = out.reshape(tokens, -1)
+        mixed = project(flat, self.out[...], self.devices, bias=bias, onto=onto)
         return mixed, layer_kv
 
     def _turned(

@@ -82,15 +82,15 @@ class LlamaLayer(DecoderLayer):
         self.mlp = self.feed_forward(config, index, dtype)
 
     def feed_forward(self, config: LlamaConfig, index: int, dtype: jnp.dtype) -> nnx.Module:
-        """What layer `index` has after its attention: f32 [T, E] in and out."""
+        """What layer `index` has after its attention: f32 [T, E] in and, added to `onto`, out."""
         return GatedMLP(config, dtype, bias=config.mlp_bias)
 
     def __call__(
         self, x: jax.Array, rope: RopeTables, layer_kv: LayerKV, meta: Any, attend: Attend
     ) -> tuple[jax.Array, LayerKV]:
-        mixed, layer_kv = self.attention(self.attention_norm(x), rope, layer_kv, meta, attend)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), layer_kv
+        normed = self.attention_norm(x)
+        x, layer_kv = self.attention(normed, rope, layer_kv, meta, attend, onto=x)
+        return self.mlp(self.mlp_norm(x), onto=x), layer_kv
 
 
 class LlamaForCausalLM(CausalLM):

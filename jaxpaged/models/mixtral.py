@@ -104,7 +104,7 @@ class Mixture(nnx.Module):
         self.normalise = config.normalise
         self.devices = config.tensor_parallel
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, onto: jax.Array) -> jax.Array:
         logits = matmul(x, self.router[...])
         ids, weights = route(logits, self.count, normalise=self.normalise)
         out = self.experts(x, ids, weights)
@@ -113,7 +113,7 @@ class Mixture(nnx.Module):
             # product and sum apart: fused, they are rounded once or twice as the compiler likes.
             gate = jax.nn.sigmoid(matmul(x, jnp.tile(self.shared_gate[...], (8, 1)))[:, :1])
             out = out + lax.optimization_barrier(gate * self.shared(x))
-        return all_sum(out, self.devices)
+        return onto + all_sum(out, self.devices)
 
 
 class MixtureLayer(LlamaLayer):

@@ -39,9 +39,16 @@ class Routines(Protocol):
     """
 
     def product(
-        self, x: jax.Array, weight: jax.Array, live: LiveRows | None = None
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        live: LiveRows | None = None,
+        *,
+        onto: jax.Array | None = None,
     ) -> jax.Array | None:
-        """x [T, E], rounded to the type of `weight` [O, E]: f32 [T, O]."""
+        """x [T, E], rounded to the type of `weight` [O, E]: f32 [T, O], added to `onto` if that is
+        given.
+        """
         ...
 
     def gated_product(
@@ -75,7 +82,12 @@ class Routines(Protocol):
 
 class _XLA:
     def product(
-        self, x: jax.Array, weight: jax.Array, live: LiveRows | None = None
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        live: LiveRows | None = None,
+        *,
+        onto: jax.Array | None = None,
     ) -> jax.Array | None:
         return None
 

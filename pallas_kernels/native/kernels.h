@@ -90,6 +90,7 @@ struct MatrixProduct {
   int64_t rows, columns, depth;
   int64_t head, gap;
   bool gated;
+  const float* onto;  // what the result is added to, in its shape; or null
 };
 
 // Columns of a product that are computed together, from a multiple of this on.

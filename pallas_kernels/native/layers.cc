@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "arguments.h"
 #include "live.h"
@@ -70,16 +71,21 @@ const uint16_t* gather(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Liv
 }
 
 ffi::Error MatrixProductCall(ffi::ThreadPool pool, ffi::RemainingArgs given,
-                             ffi::Result<ffi::AnyBuffer> out, int64_t first, bool gated) {
+                             ffi::Result<ffi::AnyBuffer> out, int64_t first, bool gated,
+                             bool has_onto) {
   Arguments args("matrix product", given);
   const auto x = args.take("x", {ffi::BF16, ffi::F32}, {kAny, kAny});
   if (!args.good()) return args.error();
   const int64_t total = x->dimensions()[0], depth = x->dimensions()[1];
   const auto matrix = args.take("weight", {ffi::BF16}, {kAny, depth});
+  if (!args.good()) return args.error();
+  const int64_t columns = matrix->dimensions()[0];
+  std::optional<ffi::AnyBuffer> onto;
+  if (has_onto) onto = args.take("onto", {ffi::F32}, {total, columns});
   const LiveRows live = take_live(args, total, first);
   args.finish();
   if (!args.good()) return args.error();
-  const int64_t columns = matrix->dimensions()[0];
+  args.require(!gated || !has_onto, "gates are not added to anything");
   args.require(!gated || columns % 2 == 0,
                "weight has " + words(columns) + " rows, expected pairs of a gate and another");
   if (gated) {
@@ -97,7 +103,8 @@ ffi::Error MatrixProductCall(ffi::ThreadPool pool, ffi::RemainingArgs given,
   if (gathered == nullptr) return no_memory();
   const MatrixProduct product{gathered, static_cast<const uint16_t*>(matrix->untyped_data()),
                               out->untyped_data(), rows, columns, depth,
-                              live.head, live.gap(), gated};
+                              live.head, live.gap(), gated,
+                              onto ? onto->typed_data<float>() : nullptr};
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
   const int64_t blocks = parts(columns, kBlockColumns);
   const int64_t wanted = threads * kPiecesOfThread;
@@ -198,7 +205,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_matrix_product, jaxpaged::MatrixProductCa
                                   .RemainingArgs()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<int64_t>("first")
-                                  .Attr<bool>("gated"));
+                                  .Attr<bool>("gated")
+                                  .Attr<bool>("onto"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_rms_norm, jaxpaged::RootMeanSquareNormCall,
                               xla::ffi::Ffi::Bind()

@@ -31,15 +31,26 @@ class NativeRoutines:
         self._multiplies = build.multiplies()
 
     def product(
-        self, x: jax.Array, weight: jax.Array, live: Live | None = None
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        live: Live | None = None,
+        *,
+        onto: jax.Array | None = None,
     ) -> jax.Array | None:
-        """x [T, E] times a bfloat16 weight [O, E]: f32 [T, O]. None for other types, and where the
-        processor has no instructions that do better than XLA.
+        """x [T, E] times a bfloat16 weight [O, E], added to `onto` if that is given: f32 [T, O].
+        None for other types, and where the processor has no instructions that do better than XLA.
         """
         if not self._takes(x, weight):
             return None
         out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-        result: jax.Array = _call(_PRODUCT, out, x, weight, live=live, gated=False)
+        if onto is None:
+            result: jax.Array = _call(_PRODUCT, out, x, weight, live=live, gated=False, onto=False)
+        elif onto.dtype != jnp.float32:
+            return None
+        else:  # in its memory, if nobody needs it any more
+            arguments, attributes = (x, weight, onto), {"gated": False, "onto": True}
+            result = _call(_PRODUCT, out, *arguments, live=live, aliases={2: 0}, **attributes)
         return result
 
     def gated_product(
@@ -52,7 +63,7 @@ class NativeRoutines:
             return None
         out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.bfloat16)
         matrix = weight.reshape(-1, weight.shape[-1])
-        result: jax.Array = _call(_PRODUCT, out, x, matrix, live=live, gated=True)
+        result: jax.Array = _call(_PRODUCT, out, x, matrix, live=live, gated=True, onto=False)
         return result
 
     def _takes(self, x: jax.Array, weight: jax.Array) -> bool:
@@ -73,7 +84,7 @@ class NativeRoutines:
         if x.dtype != jnp.float32 or weight.dtype not in _FLOATS:
             return None
         out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-        scalars = {"eps": np.float32(eps), "offset": np.float32(offset)}
+        scalars: dict[str, Any] = {"eps": np.float32(eps), "offset": np.float32(offset)}
         result: jax.Array = _call(_NORM, out, x, weight, live=live, **scalars)
         return result
 
@@ -94,11 +105,16 @@ class NativeRoutines:
 
 
 def _call(
-    target: str, results: Any, *arguments: jax.Array, live: Live | None, **attributes: Any
+    target: str,
+    results: Any,
+    *arguments: jax.Array,
+    live: Live | None,
+    aliases: dict[int, int] | None = None,
+    **attributes: Any,
 ) -> Any:
     """Without `live` all rows are."""
     rows = arguments[0].shape[0]
     counts = jnp.array([rows, 0], jnp.int32) if live is None else live.counts
     first = np.int64(rows if live is None else live.first)
-    call: Callable[..., Any] = jax.ffi.ffi_call(target, results)
+    call: Callable[..., Any] = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
     return call(*arguments, counts, first=first, **attributes)

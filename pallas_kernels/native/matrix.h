@@ -88,9 +88,15 @@ JAXPAGED_INLINE void store_sums(const MatrixProduct& p, int64_t row, int64_t col
                                 int64_t columns, __m512 low, __m512 high) {
   if (row >= p.head) row += p.gap;
   if (!p.gated) {
-    float* out = static_cast<float*>(p.out) + row * p.columns + column;
-    _mm512_mask_storeu_ps(out, lanes(columns), low);
-    _mm512_mask_storeu_ps(out + kLanes, lanes(columns - kLanes), high);
+    const int64_t at = row * p.columns + column;
+    const __mmask16 left = lanes(columns), right = lanes(columns - kLanes);
+    if (p.onto != nullptr) {
+      low = _mm512_add_ps(_mm512_maskz_loadu_ps(left, p.onto + at), low);
+      high = _mm512_add_ps(_mm512_maskz_loadu_ps(right, p.onto + at + kLanes), high);
+    }
+    float* out = static_cast<float*>(p.out) + at;
+    _mm512_mask_storeu_ps(out, left, low);
+    _mm512_mask_storeu_ps(out + kLanes, right, high);
     return;
   }
   const __m512i even = (__m512i)(iota() * 2);

@@ -77,6 +77,25 @@ def test_products_of_any_shape(
     np.testing.assert_allclose(np.asarray(product(x, weight)), exact, rtol=0, atol=1e-4)
 
 
+def test_products_that_are_added(routines: Any, product: Any) -> None:
+    """To what stays as it is, or in its place: the same."""
+    x, weight = normal(17, 40, 96), normal(18, 50, 96).astype(jnp.bfloat16)
+    before = normal(19, 40, 50)
+    exact = np.asarray(before) + np.asarray(product(x, weight))
+
+    def added(onto: jax.Array) -> jax.Array:
+        out: jax.Array = routines.product(x, weight, onto=onto)
+        return out
+
+    np.testing.assert_array_equal(np.asarray(jax.jit(added)(before)), exact)
+    live = LiveRows(jnp.asarray([3, 7], jnp.int32), 8, 40)
+    some = np.asarray(routines.product(x, weight, live, onto=before))
+    np.testing.assert_array_equal(some[:3], exact[:3])
+    np.testing.assert_array_equal(some[8:15], exact[8:15])
+    np.testing.assert_array_equal(np.asarray(jax.jit(added, donate_argnums=0)(before)), exact)
+    assert routines.product(x, weight, onto=jnp.ones((40, 50), jnp.bfloat16)) is None
+
+
 def gated(x: jax.Array, weight: jax.Array) -> np.ndarray:
     """In float64, before it is rounded."""
     wide = np.asarray(x.astype(jnp.bfloat16), np.float64)
