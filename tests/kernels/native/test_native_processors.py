@@ -14,7 +14,7 @@ import pytest
 
 from pallas_kernels.native import build, toolchain
 from tests.kernels.backends import backend
-from tests.kernels.native import attention_runs
+from tests.kernels.native import kernel_runs
 
 LEVELS = [one.name for one in toolchain.instruction_sets()]
 
@@ -32,7 +32,7 @@ def own() -> dict[str, Any]:
     """As this process runs them."""
     if backend("native") is None:
         pytest.skip("native kernels do not run here")
-    return attention_runs.run(threads=2)
+    return kernel_runs.run(threads=2)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -41,16 +41,16 @@ def test_each_level_is_right(own: dict[str, Any], level: str) -> None:
         pytest.skip("this processor cannot run it")
     if level == own["isa"]:
         return  # what `own` has checked
-    assert attention_runs.run(JAXPAGED_NATIVE_ISA=level)["isa"] == level
+    assert kernel_runs.run(JAXPAGED_NATIVE_ISA=level)["isa"] == level
 
 
 def test_a_level_that_nobody_knows_is_not_taken(own: dict[str, Any]) -> None:
-    assert attention_runs.run(JAXPAGED_NATIVE_ISA="z80") == own
+    assert kernel_runs.run(JAXPAGED_NATIVE_ISA="z80") == own
 
 
 @pytest.mark.parametrize("threads", [1, 5])
 def test_threads_change_no_bit(own: dict[str, Any], threads: int) -> None:
-    assert attention_runs.run(threads=threads) == own
+    assert kernel_runs.run(threads=threads) == own
 
 
 @pytest.mark.slow
@@ -101,11 +101,11 @@ def test_under_sanitizers(
     if platform.system() != "Linux" or None in runtimes:
         pytest.skip("there is no shared address sanitizer")
     monkeypatch.setattr(toolchain, "instruction_sets", toolchain.instruction_sets)  # put back
-    attention_runs.only_level(own["isa"])
+    kernel_runs.only_level(own["isa"])
     folder = tmp_path / "native"
     flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1")
     build.compile_into(folder, extra_flags=flags)
-    found = attention_runs.run(
+    found = kernel_runs.run(
         *("--folder", folder, "--level", own["isa"]),
         LD_PRELOAD=" ".join(map(str, runtimes)),
         ASAN_OPTIONS="detect_leaks=0",  # Python's are not for us to find

@@ -1,4 +1,4 @@
-"""Attention cases in a process of their own: `run` starts this file as a program, with another
+"""Cases of all kernels in a process of their own: `run` starts this file as a program, with another
 instruction set, number of threads or library than the test's own process has.
 """
 
@@ -27,7 +27,7 @@ def run(*arguments: str | Path, threads: int | None = None, **environment: str) 
     if threads is not None:
         environment["NPROC"] = environment["PJRT_NPROC"] = str(threads)
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.native.attention_runs", *map(str, arguments)],
+        [sys.executable, "-m", "tests.kernels.native.kernel_runs", *map(str, arguments)],
         env={**os.environ, **environment},
         cwd=_ROOT,
         capture_output=True,
@@ -85,6 +85,44 @@ def _long(setup: Any) -> str:
     return _digest(*digests, out)
 
 
+def _layers() -> str:
+    """Products, norms and rotations of odd sizes with padding between, memory of exactly the size
+    that is needed, and threads enough to share.
+    """
+    import jax.numpy as jnp
+
+    from jaxpaged.models.routines import LiveRows
+    from pallas_kernels.native.layers import NativeRoutines
+
+    routines, results = NativeRoutines(), []
+    rng = np.random.default_rng(3)
+    for total, first, head, tail in ((9, 9, 9, 0), (77, 8, 3, 60), (400, 32, 31, 300)):
+        live = LiveRows(jnp.asarray([head, tail], jnp.int32), first, total)
+        rows = np.asarray(live.mask())
+        for width, depth in ((1, 1), (50, 33), (97, 576)):
+            x = jnp.asarray(rng.standard_normal((total, depth)), jnp.float32)
+            weight = jnp.asarray(rng.standard_normal((2 * width, depth)), jnp.bfloat16)
+            onto = jnp.asarray(rng.standard_normal((total, 2 * width)), jnp.float32)
+            table = jnp.asarray(rng.standard_normal((2, total, depth // 2)), jnp.float32)
+            heads = jnp.asarray(rng.standard_normal((total, 2, 3, depth)), jnp.float32)
+            found = [routines.rms_norm(x, weight[0], eps=1e-5, offset=1.0, live=live)]
+            found += routines.rotate(heads, table, jnp.bfloat16, live) or ()
+            product = routines.product(x, weight, live)
+            if product is not None:
+                wide = np.asarray(x.astype(jnp.bfloat16), np.float64)
+                exact = wide @ np.asarray(weight, np.float64).T
+                np.testing.assert_allclose(np.asarray(product)[rows], exact[rows], atol=1e-3)
+                gates = weight.reshape(width, 2, depth)
+                found += [
+                    product,
+                    routines.product(x.astype(jnp.bfloat16), weight, live, onto=onto),
+                    routines.gated_product(x, gates, "silu", live),
+                ]
+            results += [np.asarray(one)[rows] for one in found]
+    assert all(np.isfinite(np.asarray(one, np.float32)).all() for one in results)
+    return _digest(*results)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, help="where the library is")
@@ -110,6 +148,7 @@ def main() -> None:
     ]
     digests = {str(setup): _short(setup) for setup in SETUPS if setup.layout is PoolLayout.NHD}
     digests |= {f"long {setup}": _long(setup) for setup in long}
+    digests["layers"] = _layers()
     sys.stdout.write(json.dumps({"isa": build.isa(), "digests": digests}))
 
 
