@@ -19,7 +19,7 @@ from jaxpaged.core.plan import ScheduledRow
 from jaxpaged.device.attention import PagedAttention
 from jaxpaged.device.beam_candidates import split_candidates
 from jaxpaged.device.buckets import Buckets, StepShape
-from jaxpaged.device.host_memory import give_back_freed
+from jaxpaged.device.host_memory import give_back_freed, prefer_huge_pages
 from jaxpaged.device.model_loader import LoadedModel
 from jaxpaged.device.packing import Layout, PackedStep, RowRequest, count_prompt_tokens, pack
 from jaxpaged.device.program_set import ProgramSet, Progress
@@ -112,7 +112,7 @@ class Runner:
         self._kv_layout = settings.kv_layout
         self._deterministic = settings.determinism.promised
         self._state: EngineState | None = state or first_state(self.programs)
-        self._lasting_bytes = self._measured()
+        self._settle()
 
     @property
     def alone(self) -> bool:
@@ -175,6 +175,7 @@ class Runner:
         """A new, zeroed pool and slot state: after a failed step the donated ones are gone."""
         self._state = None
         self._state = self.programs.init()
+        self._settle()
 
     def close(self) -> None:
         """Give the device memory back. The runner cannot be used afterwards."""
@@ -219,7 +220,7 @@ class Runner:
         try:
             self._weights = replaced(self.target.parts, old, update)
         finally:
-            self._lasting_bytes = self._measured()
+            self._settle()
 
     def sleep(self, weights: bool | str) -> None:
         """Drop pools and slots, and with `weights` True or "discard" the weights. Idempotent."""
@@ -245,6 +246,11 @@ class Runner:
             self._stored = None
         if self._state is None:
             self._state = first_state(self.programs)
+        self._settle()
+
+    def _settle(self) -> None:
+        """See to what lies on the device from now on."""
+        prefer_huge_pages(jax.tree.leaves((self._weights, self._state)))
         self._lasting_bytes = self._measured()
 
     def _check_alone(self, what: str) -> None:

@@ -1,0 +1,91 @@
+"""Pages of arrays in the process's own memory."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged.device.host_memory import _ranges, prefer_huge_pages
+
+MIB = 2**20
+
+
+def huge_bytes(start: int, size: int) -> int:
+    """Of the mappings that [start, start + size) lies in."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ")[0]:
+            low, high = (int(part, 16) for part in line.split(" ")[0].split("-"))
+            inside = low < start + size and start < high
+        elif inside and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+def test_arrays_get_huge_pages() -> None:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("Linux's advice")
+    array = jnp.asarray(np.arange(32 * MIB, dtype=np.uint8))
+    assert prefer_huge_pages([array]) >= 32 * MIB
+    if huge_bytes(array.unsafe_buffer_pointer(), array.nbytes) == 0:
+        pytest.skip("this system gives no huge pages")
+    assert huge_bytes(array.unsafe_buffer_pointer(), array.nbytes) >= 20 * MIB
+    np.testing.assert_array_equal(np.asarray(array), np.arange(32 * MIB, dtype=np.uint8))
+
+
+def test_small_arrays_are_left_alone() -> None:
+    assert prefer_huge_pages([jnp.ones(1000)]) == 0
+    assert prefer_huge_pages([]) == 0
+
+
+class Shard:
+    def __init__(self, start: int, nbytes: int, platform: str) -> None:
+        self.device = type("Device", (), {"platform": platform})()
+        self.data = self
+        self.nbytes = nbytes
+        self._start = start
+
+    def unsafe_buffer_pointer(self) -> int:
+        return self._start
+
+
+def lying_at(start: int, nbytes: int, platform: str = "cpu") -> Any:
+    return type("Array", (), {"addressable_shards": [Shard(start, nbytes, platform)]})()
+
+
+def test_neighbours_are_one_range() -> None:
+    page, far = 4096, 64 * MIB
+    arrays = [
+        lying_at(far + 10 * page + 64, 3 * page),
+        lying_at(far + 64, 5 * page),
+        lying_at(far + 40 * MIB, page),
+        lying_at(0, MIB, "gpu"),
+    ]
+    assert _ranges(arrays) == [
+        (far, far + 14 * page),
+        (far + 40 * MIB, far + 40 * MIB + page),
+    ]
+
+
+def test_a_system_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advice that is not taken is no error."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("Linux's advice")
+    calls = []
+
+    class Library:
+        @staticmethod
+        def madvise(start: int, size: int, advice: int) -> int:
+            calls.append(advice)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library)
+    assert prefer_huge_pages([jax.device_put(np.zeros(8 * MIB, np.uint8))]) >= 8 * MIB
+    assert calls == [14, 25]
