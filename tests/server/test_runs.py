@@ -15,7 +15,7 @@ from server.errors import ApiError
 from server.metrics import HttpMetrics
 from server.runs import Piece, Run, start_run
 from server.settings import ServerConfig
-from tests.server.scripted import Script, running, settled, waits
+from tests.server.scripted import Script, running, settled
 
 LONG = SamplingParams(max_tokens=None, ignore_eos=True)
 
@@ -40,11 +40,17 @@ def joined(pieces: list[Piece]) -> dict[int, str]:
 
 def test_prompts_times_samples() -> None:
     async def run() -> None:
-        short, long = ["one", " two"], ["three", " four"] * 15
-        seen = threading.Event()  # after the end of the short ones, before that of the long ones
-        script = Script(default=short, replies={"first": long}, fail_read=waits(seen, 10))
+        short, long = ["one", " two"], ["three", " four"] * 60
+        script = Script(default=short, replies={"first": long}, step_seconds=0.002)
         async with running(script) as engine:
-            params = SamplingParams(n=2, max_tokens=40, prompt_logprobs=0)
+            seen = threading.Event()
+
+            def stand_still(step: int) -> None:
+                """Once the short ones have ended, until that was seen."""
+                assert engine.stats().requests_finished.get("stop", 0) < 2 or seen.wait(60)
+
+            script.fail_read = stand_still
+            params = SamplingParams(n=2, max_tokens=200, prompt_logprobs=0)
             run = await start_run(context_for(engine), "r", ["the first", "the other"], params)
             pieces = []
             while len(ends := [p.index for p in pieces if p.finish_reason is not None]) < 2:
