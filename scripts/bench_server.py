@@ -8,9 +8,9 @@ packing, detokenizer and server, and a device that computes nothing) as a proces
 reads `--streams` completions (or chats) of `--tokens` tokens at once, each token a chunk. The
 client looks for the beginnings of chunks only, so that the server is what is measured.
 
-Told are chunks a second of wall time, of the server's process and of each of its two threads, in
-CPU time: the event loop's is what "chunks a second on one core beside the engine's thread" means
-where the machine is shared with others. --wait is the seconds that each step takes on the device.
+Told are chunks a second of wall time, and the CPU time of the event loop's thread and of the whole
+process: the former is what "chunks a second on one core beside the engine's thread" means where the
+machine is shared with others. --wait is the seconds that each step takes on the device.
 --profile writes a cProfile of the event loop's thread there, and slows it down.
 The last line of the output is JSON, which --out writes to a file as well.
 """
@@ -69,17 +69,14 @@ def serve(argv: list[str]) -> int:
 
 
 def thread_seconds(pid: int) -> dict[str, float]:
-    """CPU seconds of the process's threads: the event loop's, the engine's, and of all."""
-    found = {"loop": 0.0, "engine": 0.0, "all": 0.0}
+    """CPU seconds of the process's threads: the event loop's, and of all."""
+    found = {"loop": 0.0, "all": 0.0}
     for task in Path(f"/proc/{pid}/task").iterdir():
         fields = (task / "stat").read_text().rpartition(")")[2].split()
         seconds = (int(fields[11]) + int(fields[12])) / _TICK
         found["all"] += seconds
-        name = (task / "comm").read_text().strip()
         if int(task.name) == pid:
             found["loop"] += seconds
-        elif name.startswith("jaxpaged-engine"):
-            found["engine"] += seconds
     return found
 
 
@@ -185,13 +182,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(argv)
     rounds = asyncio.run(measure(args))
-    print(f"{'':8}{'chunks':>10}{'wall':>12}{'event loop':>14}{'engine':>12}{'process':>12}")
-    print(f"{'':8}{'':>10}{'chunks/s':>12}{'us a chunk':>14}{'us a chunk':>12}{'us a chunk':>12}")
+    print(f"{'':8}{'chunks':>10}{'wall':>12}{'event loop':>14}{'process':>12}")
+    print(f"{'':8}{'':>10}{'chunks/s':>12}{'us a chunk':>14}{'us a chunk':>12}")
     for number, found in enumerate(rounds, start=1):
-        each = [1e6 * found[name] / found["chunks"] for name in ("loop", "engine", "all")]
+        each = [1e6 * found[name] / found["chunks"] for name in ("loop", "all")]
         print(
             f"{number:<8}{found['chunks']:>10.0f}{found['chunks'] / found['seconds']:>12.0f}"
-            f"{each[0]:>14.1f}{each[1]:>12.1f}{each[2]:>12.1f}"
+            f"{each[0]:>14.1f}{each[1]:>12.1f}"
         )
     report = provenance("server", "bench_server.py", argv)
     report["rounds"] = rounds

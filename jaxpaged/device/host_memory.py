@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 
 import jax
 
 _HUGE = 2**21
 """Of a huge page where there are such pages of anonymous memory: x86-64, and aarch64 mostly."""
+_PIECE = 2**25
+"""Bytes that are asked for at a time."""
 _NEIGHBOURS = 2**16
 """Ranges that are no further apart are one: the C library's own notes lie between arrays."""
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # of linux/mman.h; the latter since Linux 6.1
@@ -33,26 +36,51 @@ def give_back_freed() -> bool:
     return True
 
 
-def prefer_huge_pages(arrays: Iterable[jax.Array]) -> int:
-    """Put arrays that lie in the process's memory on pages of 2 MiB as far as they can be, and say
-    how many bytes that was asked for.
+class HugePages:
+    """Puts arrays that lie in the process's memory on pages of 2 MiB as far as they can be, in
+    their order, on a thread of its own: the system copies a gigabyte in a second or two.
 
     A step reads all weights, and KV blocks all over the pools: with pages of 4 KiB the processor
     looks up where each of them lies, and in a virtual machine every look-up is several. Nothing
     happens where the system has no such pages, or none left.
     """
-    if not sys.platform.startswith("linux"):
-        return 0
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes, advise.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
-    asked = 0
-    for start, end in _ranges(arrays):
-        if end - end % _HUGE <= start + -start % _HUGE:
-            continue  # no whole one fits
-        for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
-            advise(start, end - start, advice)
-        asked += end - start
-    return asked
+
+    def __init__(self, groups: Iterable[Iterable[jax.Array]]) -> None:
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.pieces = [piece for arrays in groups for piece in _pieces(_ranges(arrays))]
+        """Addresses, first and last, of what is asked for at a time."""
+        if self.pieces and sys.platform.startswith("linux"):
+            self._thread = threading.Thread(target=self._run, name="jaxpaged-pages", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Until all of it is done."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def stop(self) -> None:
+        """To be called before the arrays are given back. Idempotent; waits for at most a piece."""
+        self._stopped.set()
+        self.wait()
+
+    def _run(self) -> None:
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        advise.restype = ctypes.c_int
+        for start, end in self.pieces:
+            for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
+                if self._stopped.is_set():
+                    return
+                advise(start, end - start, advice)
+
+
+def _pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The whole huge pages in the ranges, some at a time."""
+    for start, end in ranges:
+        start, end = start + -start % _HUGE, end - end % _HUGE
+        for first in range(start, end, _PIECE):
+            yield first, min(first + _PIECE, end)
 
 
 def _ranges(arrays: Iterable[jax.Array]) -> list[tuple[int, int]]:

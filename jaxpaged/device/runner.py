@@ -19,7 +19,7 @@ from jaxpaged.core.plan import ScheduledRow
 from jaxpaged.device.attention import PagedAttention
 from jaxpaged.device.beam_candidates import split_candidates
 from jaxpaged.device.buckets import Buckets, StepShape
-from jaxpaged.device.host_memory import give_back_freed, prefer_huge_pages
+from jaxpaged.device.host_memory import HugePages, give_back_freed
 from jaxpaged.device.model_loader import LoadedModel
 from jaxpaged.device.packing import Layout, PackedStep, RowRequest, count_prompt_tokens, pack
 from jaxpaged.device.program_set import ProgramSet, Progress
@@ -109,6 +109,7 @@ class Runner:
         self._weights: Weights | None = Weights([list(x) for x in own.layers], list(own.rest))
         self._stored: HostWeights | None = None
         """The weights while they sleep in host memory."""
+        self._huge_pages = HugePages([])
         self._kv_layout = settings.kv_layout
         self._deterministic = settings.determinism.promised
         self._state: EngineState | None = state or first_state(self.programs)
@@ -173,12 +174,14 @@ class Runner:
 
     def reset(self) -> None:
         """A new, zeroed pool and slot state: after a failed step the donated ones are gone."""
+        self._huge_pages.stop()
         self._state = None
         self._state = self.programs.init()
         self._settle()
 
     def close(self) -> None:
         """Give the device memory back. The runner cannot be used afterwards."""
+        self._huge_pages.stop()
         self._state = None
         self._weights = self._stored = None
 
@@ -216,6 +219,7 @@ class Runner:
         While asleep without weights, they come to the device all the same. Should this fail (out of
         memory, Ctrl-C), the engine has none, and says so until it is given some.
         """
+        self._huge_pages.stop()
         old, self._weights, self._stored = self._weights, None, None
         try:
             self._weights = replaced(self.target.parts, old, update)
@@ -225,6 +229,7 @@ class Runner:
     def sleep(self, weights: bool | str) -> None:
         """Drop pools and slots, and with `weights` True or "discard" the weights. Idempotent."""
         self._check_alone("sleep")
+        self._huge_pages.stop()
         self._state = None
         if weights is True and self._weights is not None:
             self._stored = to_host(self.target.parts, self._weights)
@@ -250,7 +255,9 @@ class Runner:
 
     def _settle(self) -> None:
         """See to what lies on the device from now on."""
-        prefer_huge_pages(jax.tree.leaves((self._weights, self._state)))
+        self._huge_pages.stop()
+        kv = None if self._state is None else self._state.kv
+        self._huge_pages = HugePages([jax.tree.leaves(self._weights), jax.tree.leaves(kv)])
         self._lasting_bytes = self._measured()
 
     def _check_alone(self, what: str) -> None:

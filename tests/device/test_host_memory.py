@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.device.host_memory import _ranges, prefer_huge_pages
+from jaxpaged.device.host_memory import HugePages, _ranges
 
 MIB = 2**20
 
@@ -33,7 +34,9 @@ def test_arrays_get_huge_pages() -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("Linux's advice")
     array = jnp.asarray(np.arange(32 * MIB, dtype=np.uint8))
-    assert prefer_huge_pages([array]) >= 32 * MIB
+    pages = HugePages([[], [array]])
+    pages.wait()
+    assert sum(end - start for start, end in pages.pieces) >= 30 * MIB
     if huge_bytes(array.unsafe_buffer_pointer(), array.nbytes) == 0:
         pytest.skip("this system gives no huge pages")
     assert huge_bytes(array.unsafe_buffer_pointer(), array.nbytes) >= 20 * MIB
@@ -41,8 +44,10 @@ def test_arrays_get_huge_pages() -> None:
 
 
 def test_small_arrays_are_left_alone() -> None:
-    assert prefer_huge_pages([jnp.ones(1000)]) == 0
-    assert prefer_huge_pages([]) == 0
+    for arrays in ([jnp.ones(1000)], []):
+        pages = HugePages([arrays])
+        assert not pages.pieces
+        pages.stop()
 
 
 class Shard:
@@ -79,13 +84,34 @@ def test_a_system_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("Linux's advice")
     calls = []
+    asked, go_on = threading.Event(), threading.Event()
 
     class Library:
         @staticmethod
         def madvise(start: int, size: int, advice: int) -> int:
             calls.append(advice)
+            asked.set()
+            assert go_on.wait(60)
             return -1
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library)
-    assert prefer_huge_pages([jax.device_put(np.zeros(8 * MIB, np.uint8))]) >= 8 * MIB
-    assert calls == [14, 25]
+    array = jax.device_put(np.zeros(100 * MIB, np.uint8))
+    go_on.set()
+    pages = HugePages([[array]])
+    pages.wait()
+    assert len(pages.pieces) >= 3 and calls == [14, 25] * len(pages.pieces)
+
+    # Stopped, it asks for no more.
+    calls.clear()
+    asked.clear()
+    go_on.clear()
+    pages = HugePages([[array]])
+    assert asked.wait(60)
+    stopping = threading.Thread(target=pages.stop)
+    stopping.start()
+    while not pages._stopped.is_set():
+        stopping.join(0.001)
+    go_on.set()
+    stopping.join()
+    pages.stop()
+    assert len(calls) < 2 * len(pages.pieces)
