@@ -37,18 +37,19 @@ def give_back_freed() -> bool:
 
 
 class HugePages:
-    """Puts arrays that lie in the process's memory on pages of 2 MiB as far as they can be, in
-    their order, on a thread of its own: the system copies a gigabyte in a second or two.
+    """Puts arrays that lie in the process's memory on pages of 2 MiB as far as they can be, on a
+    thread of its own: the system copies a gigabyte in a second or two, and lets nobody else map
+    memory meanwhile.
 
-    A step reads all weights, and KV blocks all over the pools: with pages of 4 KiB the processor
-    looks up where each of them lies, and in a virtual machine every look-up is several. Nothing
-    happens where the system has no such pages, or none left.
+    A step reads all weights: with pages of 4 KiB the processor looks up where each of them lies,
+    and in a virtual machine every look-up is several. Nothing happens where the system has no such
+    pages, or none left.
     """
 
-    def __init__(self, groups: Iterable[Iterable[jax.Array]]) -> None:
+    def __init__(self, arrays: Iterable[jax.Array]) -> None:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self.pieces = [piece for arrays in groups for piece in _pieces(_ranges(arrays))]
+        self.pieces = list(_pieces(_ranges(arrays)))
         """Addresses, first and last, of what is asked for at a time."""
         if self.pieces and sys.platform.startswith("linux"):
             self._thread = threading.Thread(target=self._run, name="jaxpaged-pages", daemon=True)

@@ -174,10 +174,8 @@ class Runner:
 
     def reset(self) -> None:
         """A new, zeroed pool and slot state: after a failed step the donated ones are gone."""
-        self._huge_pages.stop()
         self._state = None
         self._state = self.programs.init()
-        self._settle()
 
     def close(self) -> None:
         """Give the device memory back. The runner cannot be used afterwards."""
@@ -256,8 +254,7 @@ class Runner:
     def _settle(self) -> None:
         """See to what lies on the device from now on."""
         self._huge_pages.stop()
-        kv = None if self._state is None else self._state.kv
-        self._huge_pages = HugePages([jax.tree.leaves(self._weights), jax.tree.leaves(kv)])
+        self._huge_pages = HugePages(jax.tree.leaves(self._weights))
         self._lasting_bytes = self._measured()
 
     def _check_alone(self, what: str) -> None:

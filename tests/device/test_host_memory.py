@@ -34,7 +34,7 @@ def test_arrays_get_huge_pages() -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("Linux's advice")
     array = jnp.asarray(np.arange(32 * MIB, dtype=np.uint8))
-    pages = HugePages([[], [array]])
+    pages = HugePages([array])
     pages.wait()
     assert sum(end - start for start, end in pages.pieces) >= 30 * MIB
     if huge_bytes(array.unsafe_buffer_pointer(), array.nbytes) == 0:
@@ -45,7 +45,7 @@ def test_arrays_get_huge_pages() -> None:
 
 def test_small_arrays_are_left_alone() -> None:
     for arrays in ([jnp.ones(1000)], []):
-        pages = HugePages([arrays])
+        pages = HugePages(arrays)
         assert not pages.pieces
         pages.stop()
 
@@ -97,7 +97,7 @@ def test_a_system_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library)
     array = jax.device_put(np.zeros(100 * MIB, np.uint8))
     go_on.set()
-    pages = HugePages([[array]])
+    pages = HugePages([array])
     pages.wait()
     assert len(pages.pieces) >= 3 and calls == [14, 25] * len(pages.pieces)
 
@@ -105,7 +105,7 @@ def test_a_system_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     calls.clear()
     asked.clear()
     go_on.clear()
-    pages = HugePages([[array]])
+    pages = HugePages([array])
     assert asked.wait(60)
     stopping = threading.Thread(target=pages.stop)
     stopping.start()
