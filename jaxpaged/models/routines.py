@@ -49,7 +49,7 @@ class Routines(Protocol):
         """x [T, E], rounded to the type of `weight` [O, E]: f32 [T, O], added to `onto` if that is
         given.
         """
-        ...
+        return None
 
     def gated_product(
         self, x: jax.Array, weight: jax.Array, activation: str, live: LiveRows | None = None
@@ -57,7 +57,7 @@ class Routines(Protocol):
         """x [T, E] times `weight` [I, 2, E], the activation of the first times the second of each
         pair, rounded to the weight's type: [T, I].
         """
-        ...
+        return None
 
     def rms_norm(
         self,
@@ -69,7 +69,7 @@ class Routines(Protocol):
         live: LiveRows | None = None,
     ) -> jax.Array | None:
         """f32 [T, E] over its root mean square, times `offset` + `weight` [E]: f32 [T, E]."""
-        ...
+        return None
 
     def rotate(
         self, qkv: jax.Array, table: jax.Array, dtype: jax.typing.DTypeLike, live: LiveRows | None
@@ -77,40 +77,11 @@ class Routines(Protocol):
         """Queries [T, K * G, H], keys and values [T, K, H] of `dtype` from f32 [T, K, G + 2, H],
         the first two turned as `rope.apply_rope` does with `table` [2, T, D / 2].
         """
-        ...
-
-
-class _XLA:
-    def product(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        live: LiveRows | None = None,
-        *,
-        onto: jax.Array | None = None,
-    ) -> jax.Array | None:
         return None
 
-    def gated_product(
-        self, x: jax.Array, weight: jax.Array, activation: str, live: LiveRows | None = None
-    ) -> jax.Array | None:
-        return None
 
-    def rms_norm(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        *,
-        eps: float,
-        offset: float,
-        live: LiveRows | None = None,
-    ) -> jax.Array | None:
-        return None
-
-    def rotate(
-        self, qkv: jax.Array, table: jax.Array, dtype: jax.typing.DTypeLike, live: LiveRows | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-        return None
+class _XLA(Routines):
+    """Leaves all of it to XLA."""
 
 
 XLA: Routines = _XLA()
