@@ -13,6 +13,7 @@ from flax import nnx
 from jaxpaged.models import moe
 from jaxpaged.models.layers import matmul
 from jaxpaged.models.moe import Experts, route
+from jaxpaged.models.routines import LiveRows, live_rows
 from jaxpaged.models.sources import HostArray, Index
 from jaxpaged.sharding import TENSOR_AXIS
 from tests.device.model_shapes import TINY
@@ -69,6 +70,35 @@ def test_every_token_gets_its_experts(
     found = jax.jit(experts)(*given)
     wanted = expected(experts.gate_up[...], experts.down[...], *given)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "others"])
+def test_padding_goes_to_no_expert(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it holds; an expert that only padding would go to is not read. Elsewhere than on a
+    CPU padding is computed as well, and finite.
+    """
+    other = np.float32(np.nan)
+    if platform == "others":
+        monkeypatch.setattr(moe, "_by_tiles", moe._by_ragged_dot)
+        other = np.float32(1e3)
+    gate_up, down = weights_of(5, 40, HIDDEN, jnp.float32)
+    experts = module(gate_up.at[4].set(other), down.at[4].set(other))
+    x, ids, weights = routing(50, 4, 2)
+    live = LiveRows(jnp.asarray([3, 20], jnp.int32), 8, 50)
+    matters = np.zeros(50, bool)
+    matters[:3] = matters[8:28] = True
+    assert (np.asarray(live.mask()) == matters).all()
+    x[~matters], ids[~matters], weights[~matters] = other, 4, other
+
+    def run(*given: Any) -> jax.Array:
+        with live_rows(live):
+            out: jax.Array = experts(*given)
+        return out
+
+    found = np.asarray(jax.jit(run)(x, ids, weights))
+    wanted = expected(gate_up, down, x[matters], ids[matters], weights[matters])
+    np.testing.assert_allclose(found[matters], wanted, rtol=1e-5, atol=1e-5)
+    assert not found[~matters].any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
