@@ -22,7 +22,7 @@ from tests.server.apps import (
     parse_events,
     texts_of,
 )
-from tests.server.scripted import Script, settled, waits
+from tests.server.scripted import Script, settled
 from tests.tiny_models import BOS
 
 PATH = "/v1/completions"
@@ -380,20 +380,25 @@ def test_the_server_shuts_down_meanwhile(stream: bool) -> None:  # SR-02
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["prefill", "decode", "waiting"])
 def test_a_client_that_leaves_frees_everything(stream: bool, phase: str) -> None:  # OP-02
-    gate, left = threading.Event(), threading.Event()
+    gate = threading.Event()
 
     async def test(server: Server) -> None:
+        def known() -> int:
+            """Requests that the engine has; others may be on their way to it."""
+            stats = server.engine.stats()
+            return stats.num_running + stats.num_waiting
+
         others = []
         if phase == "waiting":  # all eight places are taken
             body = {"prompt": "p", "max_tokens": 200, "n": 8}
             others = [server.call(PATH, body)]
         if phase != "prefill":
             gate.set()
-            while others and server.engine.stats().num_running < 8:
+            while others and known() < 8:
                 await asyncio.sleep(0.002)
-        before = server.engine.num_unfinished
+        before = known()
         call = server.call(PATH, {"prompt": "q" * 150, "max_tokens": 80, "stream": stream})
-        while server.engine.num_unfinished == before:
+        while known() == before:
             await asyncio.sleep(0.002)
         if phase == "decode":
             if stream:
@@ -408,15 +413,13 @@ def test_a_client_that_leaves_frees_everything(stream: bool, phase: str) -> None
             other.leave()
             await other.ended()
         gate.set()
-        left.set()
         await settled(server.engine)
         ended = server.engine.stats().requests_finished
         assert ended == {"abort": 9 if others else 1}, "it was computed to its end"
         assert (call.status, call.closed) == ((200, False) if told else (499, True))
 
-    # However late the client comes, what it asked for has not ended.
-    read = waits(left, 60)
-    drive(test, Script(default=["a"], end=False, step_seconds=0.005, gate=gate, fail_read=read))
+    # What it asked for takes seconds, however late it comes.
+    drive(test, Script(default=["a"], end=False, step_seconds=0.02, gate=gate))
 
 
 def test_ids_in_ids_out() -> None:
