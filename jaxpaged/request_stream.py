@@ -78,7 +78,8 @@ class RequestStream:
         self._notify = function
         for _ in self._outputs:
             function()
-        if self.ready and not self._outputs:
+        # The last output tells of an end, but none of a failure.
+        if self._error is not None or (self.ready and not self._outputs):
             function()
 
     def close(self) -> None:

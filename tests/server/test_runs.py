@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 from jaxpaged.beam_params import BeamSearchParams
+from jaxpaged.errors import EngineDeadError
+from jaxpaged.intake import ParsedPrompt
+from jaxpaged.outputs import CompletionOutput, RequestOutput
+from jaxpaged.request_stream import RequestStream
 from jaxpaged.sampling_params import SamplingParams
 from server.context import Context
 from server.errors import ApiError
@@ -70,6 +74,20 @@ def test_prompts_times_samples() -> None:
             await settled(engine)
 
     asyncio.run(run())
+
+
+def test_what_was_there_before_anybody_listened_is_told() -> None:
+    """Outputs, and after them the failure of an engine that died meanwhile."""
+    stream = RequestStream("r", ParsedPrompt(None, [1], None), lambda request_id: None)
+    output = RequestOutput("r", None, [1], [CompletionOutput(0, "a", [5])], False)
+    stream.push(output)
+    stream.fail(EngineDeadError("gone"))
+    calls: list[None] = []
+    stream.notify(lambda: calls.append(None))
+    assert len(calls) == 2
+    assert stream.take() is output
+    with pytest.raises(EngineDeadError):
+        stream.take()
 
 
 def test_of_a_search_the_best_are_told() -> None:
