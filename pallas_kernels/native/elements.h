@@ -133,6 +133,20 @@ JAXPAGED_INLINE void store_some(void* to, Floats x, int64_t count) {
   copy_bytes(to, whole, count * size_of(kType));
 }
 
+// Floats as elements of a type.
+template <ElementType kType>
+JAXPAGED_INLINE void convert(const float* from, void* to, int64_t count) {
+  auto* out = static_cast<unsigned char*>(to);
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    store_elements<kType>(out + i * size_of(kType), load<Floats>(from + i));
+  }
+  if (i < count) {
+    store_some<kType>(out + i * size_of(kType), load_some<kFloat32>(from + i, count - i),
+                      count - i);
+  }
+}
+
 }  // namespace
 }  // namespace JAXPAGED_ISA
 }  // namespace jaxpaged

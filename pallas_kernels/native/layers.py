@@ -44,13 +44,20 @@ class NativeRoutines:
         if not self._takes(x, weight):
             return None
         out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-        if onto is None:
-            result: jax.Array = _call(_PRODUCT, out, x, weight, live=live, gated=False, onto=False)
-        elif onto.dtype != jnp.float32:
+        if onto is not None and onto.dtype != jnp.float32:
             return None
-        else:  # in its memory, if nobody needs it any more
-            arguments, attributes = (x, weight, onto), {"gated": False, "onto": True}
-            result = _call(_PRODUCT, out, *arguments, live=live, aliases={2: 0}, **attributes)
+        added = () if onto is None else (onto,)
+        result: jax.Array = _call(
+            _PRODUCT,
+            out,
+            x,
+            weight,
+            *added,
+            live=live,
+            aliases={2: 0} if added else None,  # in its memory, if nobody needs it any more
+            gated=False,
+            onto=bool(added),
+        )
         return result
 
     def gated_product(

@@ -83,10 +83,15 @@ JAXPAGED_INLINE __mmask16 lanes(int64_t columns) {
   return columns <= 0 ? 0 : static_cast<__mmask16>((1u << columns) - 1);
 }
 
+// The row of the result for row `row` of x.
+JAXPAGED_INLINE int64_t result_row(const MatrixProduct& p, int64_t row) {
+  return row < p.head ? row : row + p.gap;
+}
+
 // The sums of 32 columns from `column` on, of which `columns` are there, for row `row` of x.
 JAXPAGED_INLINE void store_sums(const MatrixProduct& p, int64_t row, int64_t column,
                                 int64_t columns, __m512 low, __m512 high) {
-  if (row >= p.head) row += p.gap;
+  row = result_row(p, row);
   if (!p.gated) {
     const int64_t at = row * p.columns + column;
     const __mmask16 left = lanes(columns), right = lanes(columns - kLanes);
@@ -205,8 +210,8 @@ static void multiply_rows(const MatrixProduct& p, int64_t row, int64_t column, i
   Rows<R> x(p.x + row * p.depth, p.depth);
   // The lines of the result, which are likely far away: they come while the sums are made.
   for (int r = 0; r < R; ++r) {
-    const int64_t to = row + r + (row + r >= p.head ? p.gap : 0);
-    const char* out = static_cast<const char*>(p.out) + (to * p.columns + column) * (p.gated ? 1 : 4);
+    const int64_t at = result_row(p, row + r) * p.columns + column;
+    const char* out = static_cast<const char*>(p.out) + at * (p.gated ? 1 : 4);
     __builtin_prefetch(out, 1);
     if (!p.gated) __builtin_prefetch(out + 64, 1);
   }

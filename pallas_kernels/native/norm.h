@@ -12,11 +12,7 @@ namespace JAXPAGED_ISA {
 namespace {
 
 static void round_all(const float* from, uint16_t* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) store(to + i, to_bfloat16(load<Floats>(from + i)));
-  if (i < count) {
-    store_some<kBFloat16>(to + i, load_some<kFloat32>(from + i, count - i), count - i);
-  }
+  convert<kBFloat16>(from, to, count);
 }
 
 // In lanes, and then by halves: an order that only the width decides.

@@ -11,17 +11,6 @@ namespace jaxpaged {
 namespace JAXPAGED_ISA {
 namespace {
 
-template <ElementType kType>
-JAXPAGED_INLINE void copy_head(const float* from, unsigned char* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) {
-    store_elements<kType>(to + i * size_of(kType), load<Floats>(from + i));
-  }
-  if (i < count) {
-    store_some<kType>(to + i * size_of(kType), load_some<kFloat32>(from + i, count - i), count - i);
-  }
-}
-
 // Elements beyond the first 2 * half stay.
 template <ElementType kType>
 JAXPAGED_INLINE void turn_head(const Rotation& r, const float* from, const float* cos,
@@ -43,7 +32,7 @@ JAXPAGED_INLINE void turn_head(const Rotation& r, const float* from, const float
     store_some<kType>(to + i * kSize, a * c - b * s, left);
     store_some<kType>(to + (r.half + i) * kSize, b * c + a * s, left);
   }
-  copy_head<kType>(from + 2 * r.half, to + 2 * r.half * kSize, r.dim - 2 * r.half);
+  convert<kType>(from + 2 * r.half, to + 2 * r.half * kSize, r.dim - 2 * r.half);
 }
 
 template <ElementType kType>
@@ -59,7 +48,7 @@ static void rotate_rows(const Rotation& r, int64_t first, int64_t end) {
         turn_head<kType>(r, from, cos, sin, q + g * bytes);
       }
       turn_head<kType>(r, from, cos, sin, static_cast<unsigned char*>(r.k) + head * bytes);
-      copy_head<kType>(from + r.dim, static_cast<unsigned char*>(r.v) + head * bytes, r.dim);
+      convert<kType>(from + r.dim, static_cast<unsigned char*>(r.v) + head * bytes, r.dim);
     }
   }
 }
